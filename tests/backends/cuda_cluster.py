@@ -103,6 +103,7 @@ static const u64* tell(u64 x) {
   return w.heard;
 }
 template <class T> static T __shfl_sync(u32, T x, int from) { return (T)tell((u64)x)[from & 31]; }
+static u32 __shfl_xor_sync(u32, u32 x, int by) { return __shfl_sync(~0u, x, (threadIdx.x & 31) ^ by); }
 static int warp_uniform(int x) {
   const u64* y = tell((u32)x);
   for (int i = 0; i < 32; i++) if (y[i] != y[0]) error = "a value differs within a warp";

@@ -21,7 +21,7 @@ FORWARD_PTX = r"""
 struct uint2 { u32 x, y; };
 constexpr float LN2 = 0.6931471805599453f;
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-static void __syncthreads() { meet(&named[0][0], THREADS, true); }
+static void __syncthreads() { meet(&named[blockIdx.x % CTAS][0], THREADS, true); }
 static int atomicAdd(int* x, int y) { return *x += y, *x - y; }
 static float log2_fast(float x) { return log2f(x); }
 static float reciprocal_fast(float x) { return 1.f / x; }
@@ -30,7 +30,6 @@ static float __shfl_sync(u32, float x, int from) {
   return __int_as_float((u32)tell(__float_as_int(x))[from & 31]);
 }
 static float __shfl_xor_sync(u32, float x, int by) { return __shfl_sync(~0u, x, (threadIdx.x & 31) ^ by); }
-static u32 __shfl_xor_sync(u32, u32 x, int by) { return __shfl_sync(~0u, x, (threadIdx.x & 31) ^ by); }
 static bool is_finite_element(u32 x) { return (x & 0x7F80) != 0x7F80; }
 static void add_times_zero(u32& sum, u32 x) {
   if (!is_finite_element(x) || !is_finite_element(x >> 16)) sum = ~0u;

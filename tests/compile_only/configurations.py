@@ -142,10 +142,20 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
     for word, features in FEATURES.items():
         if word not in ("window", "sinks"):
             few_registers = word in ("mask", "dropout", "softcap")
-            yield one(word, configs.backward_config(D, Dv, few_registers=few_registers), features)
+            config = configs.backward_config(
+                D,
+                Dv,
+                few_registers=few_registers,
+                differs_by_row=word in ("ranges", "lengths", "alibi"),
+            )
+            yield one(word, config, features)
     for word in ("full", "causal", "ranges"):
         split = FEATURES[word] | {"split": True}  # few key heads: groups of query heads are cut
-        yield one(f"{word} split", configs.backward_config(D, Dv), split)
+        config = configs.backward_config(D, Dv, differs_by_row=word == "ranges")
+        yield one(f"{word} split", config, split)
+    whole = configs.backward_config(D, Dv, whole_heads=True)
+    for word in ("full", "causal") if whole.whole_heads else ():
+        yield one(f"{word} short", whole, FEATURES[word])
     paired = configs.backward_config(D, Dv, prefers_pairs=True)
     if paired.is_paired:
         for word in ("full", "causal", "ranges", "lengths", "alibi"):

@@ -268,9 +268,27 @@ def test_consumers_share_the_gradients_of_queries(
     assert not configs.backward_config(head_dim, head_dim, deterministic=True).alternates
 
 
-def assert_one_pass(head_dim, features, tmp_path):
+@pytest.mark.parametrize(
+    "head_dim, features",
+    [
+        (64, {}),
+        (64, {"HAS_WINDOW": 1}),
+        (128, {"HAS_WINDOW": 1}),
+        (120, {}),
+    ],
+    ids=str,
+)
+def test_backward_for_whole_heads(head_dim, features, tmp_path):
+    assert_one_pass(head_dim, features, tmp_path, whole_heads=True)
+
+
+def test_backward_with_ranges_has_one_slot_for_keys(tmp_path):
+    assert_one_pass(64, {"HAS_RANGES": 1}, tmp_path, differs_by_row=True)
+
+
+def assert_one_pass(head_dim, features, tmp_path, **options):
     few_registers = bool(features.keys() & {"HAS_MASK", "HAS_DROPOUT", "HAS_SOFTCAP"})
-    config = configs.backward_config(head_dim, head_dim, few_registers=few_registers)
+    config = configs.backward_config(head_dim, head_dim, few_registers=few_registers, **options)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     sass, log = compiled(tmp_path, "backward", config, **features)
     # around the loop over queries, what belongs to a tile; a softcap keeps its derivative beside
@@ -279,11 +297,12 @@ def assert_one_pass(head_dim, features, tmp_path):
     assert not unwritten_uniform_registers(sass)
     assert_notes(sass, config, features)
     # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys. It
-    # comes a step later: the first step has none and a dK of its own, and the last dQ comes alone
+    # comes a step later: the first step has none and a dK of its own, and the last dQ comes alone:
+    # at the end of a tile, or with two slots for keys at the end and after a tile without queries
     scores, grads = steps(config.head_features), config.block_m // 16
-    queries = config.block_n // 16
-    assert sass.count("HGMMA") == 2 * scores + 3 * grads + 2 * queries
-    assert sass.count("WARPGROUP.DEPBAR") == 5
+    queries = (1 + config.key_slots) * (config.block_n // 16)
+    assert sass.count("HGMMA") == 2 * scores + 3 * grads + queries
+    assert sass.count("WARPGROUP.DEPBAR") == 4 + config.key_slots
 
 
 # Every feature at the most registers of both kinds of consumers, which own one gradient or both;
@@ -340,6 +359,8 @@ def assert_notes(sass, config, features):
         for name, _, body in (part.partition("\n") for part in sass.split("Function : ")[1:])
     }
     gradients = (config.head_features + config.value_features) // 2
+    if config.whole_heads:  # dQ too, after each of its products
+        gradients += (1 + config.key_slots) * config.block_m * config.sum_features // 256
     assert found["backward"] == (0 if features.get("SPLITS_GROUP") else gradients)
     assert found.get("backward_queries", config.head_features // 2) == config.head_features // 2
 

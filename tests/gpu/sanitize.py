@@ -58,7 +58,7 @@ def run(backend: str, first: int, step: int) -> int:
         calls += 1
     if not first:
         calls += run_jumps(module) + run_packed(module) + run_short(module) + run_paged(backend)
-        calls += run_pairs() if backend == "hopper" else 0
+        calls += run_pairs() + run_whole_heads() if backend == "hopper" else 0
     return calls + run_cached(module, first, step)
 
 
@@ -74,6 +74,20 @@ def run_pairs() -> int:
         with pairs_of_ctas():
             hopper.backward(torch.randn_like(out), None, q, k, k, out, lse, causal)
     return len(shapes)
+
+
+def run_whole_heads() -> int:
+    """Backward passes in which a CTA has all keys of a head; the second with one block of keys."""
+    causal, shapes = Spec(is_causal=True), ((4, 2, 200, 300), (3, 3, 90, 100), (2, 2, 300, 330))
+    for D, (Hq, Hkv, Sq, Sk) in itertools.product((64, 128), shapes):
+        q, k = (
+            torch.randn(2, H, S, D, device="cuda", dtype=torch.bfloat16)
+            for H, S in ((Hq, Sq), (Hkv, Sk))
+        )
+        out, lse = hopper.forward(q, k, k, causal)
+        with few_processors(2):
+            hopper.backward(torch.randn_like(out), None, q, k, k, out, lse, causal)
+    return 2 * len(shapes)
 
 
 def run_jumps(module) -> int:

@@ -211,6 +211,8 @@ class BackwardConfig(HeadDims):
     bias_bits: int = 0  # as the forward's
     skips_tiles: bool = False
     buffers: int = 2  # of weights, from the consumer of dV to that of dK
+    whole_heads: bool = False  # a CTA passes over all keys of a head, and writes dQ itself
+    key_slots: int = 1  # with 2, the next keys are copied while these are used
 
     products = "backward", "backward_queries"  # the kernels: the second one unless `adds_dq`
 
@@ -228,6 +230,17 @@ class BackwardConfig(HeadDims):
     def is_persistent(self) -> bool:
         """Whether CTAs take one block of keys after another."""
         return not (self.is_wide or self.is_paired)
+
+    @property
+    def needs_parts_of_heads(self) -> bool:
+        """Whether no CTA can pass over all keys of a head: if it does not compute all of dQ, or if
+        a thread does not always compute the same elements of it."""
+        return not self.adds_dq or self.alternates
+
+    @property
+    def sums_dq(self) -> bool:
+        """Whether `postprocess` converts sums of dQ."""
+        return self.adds_dq and not self.whole_heads
 
     @property
     def waves(self) -> int:
@@ -267,14 +280,15 @@ class BackwardConfig(HeadDims):
     def shared_bytes(self) -> int:
         """Bytes of shared memory of the kernel `backward`."""
         dims = self.head_dim + self.value_dim
-        keys = self.block_n // self.ctas_of_block * dims * 2 + _TILE_BYTES
+        keys = self.key_slots * (self.block_n // self.ctas_of_block * dims * 2 + _TILE_BYTES)
+        keys += 4 * 16 * self.whole_heads
         of_query, of_grad = (
-            self.head_dim * 2 + 4 + 8 + 4,
+            self.head_dim * 2 + 4 + (8 + 4) * (self.key_slots == 1),  # ranges and seeds of dropout
             self.value_dim * 2 // self.ctas_of_block + 4,
         )
         queries = self.block_m * (self.stages * of_query + self.grad_stages * of_grad)
         bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 if self.bias_bits else 0
-        barriers = 5 + 2 * (self.stages + self.grad_stages)
+        barriers = 4 + self.key_slots + 2 * (self.stages + self.grad_stages)
         return keys + queries + self._exchange_bytes + bias + 8 * barriers
 
     @property
@@ -284,7 +298,8 @@ class BackwardConfig(HeadDims):
             return scores * 4 * self.buffers
         if self.is_paired:  # the other CTA's keys, dS of all keys, own weights
             return self.block_n // 2 * self.head_dim + scores * 2 + scores * 2
-        return scores * 4 + self.block_n * self.head_dim * 2 if self.adds_dq else 0
+        left = self.key_slots * self.block_n * self.head_dim * 2  # of dV, and dK where dS stays
+        return scores * 4 + left if self.adds_dq else 0
 
     @property
     def query_shared_bytes(self) -> int:
@@ -307,6 +322,8 @@ class BackwardConfig(HeadDims):
             "ADDS_DQ": int(self.adds_dq),
             "QUERY_BLOCK_N": self.query_block_n, "QUERY_STAGES": self.query_stages,
             "BIAS_BITS": self.bias_bits, "SKIPS_TILES": int(self.skips_tiles),
+            "WHOLE_HEADS": int(self.whole_heads),
+            "KEY_SLOTS": self.key_slots,
         }  # fmt: skip
 
 
@@ -489,24 +506,32 @@ def _forward_config(D: int, Dv: int, few_registers: bool) -> Config:
 
 def backward_config(
     D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, few_registers: bool = False,
-    prefers_pairs: bool = False, skips_tiles: bool = False,
+    prefers_pairs: bool = False, skips_tiles: bool = False, whole_heads: bool = False,
+    differs_by_row: bool = False,
 ) -> BackwardConfig:  # fmt: skip
     """The backward's tiles.
 
     `few_registers`: a mask's bits, dropout or a softcap take registers. `prefers_pairs`: whether
     pairs of CTAs are faster where both are possible, see `pairs.py`. `skips_tiles`: as the
-    forward's.
+    forward's. `whole_heads`: whether a CTA for all keys of a head is faster, see `whole_heads.py`;
+    it adds in the same order every time. `differs_by_row`: key ranges, lengths or ALiBi.
     """
     if max(D, Dv) > 256:
         return WideBackwardConfig(512, 512)
     can_pair = min(D, Dv) > 240 and not (deterministic or bias_bits or few_registers)
     if can_pair and prefers_pairs:
         return BackwardConfig(padded(D), padded(Dv), is_paired=True)
-    config = _backward_config(D, Dv, deterministic)
+    config = _backward_config(D, Dv, deterministic and not whole_heads)
     head_dim = config.head_dim
     if head_dim == 64 and config.adds_dq and not (bias_bits or few_registers):
-        # what registers hold: fewer meetings of the consumers, and fewer, larger additions to dQ
-        config = dataclasses.replace(config, block_m=128)
+        # what registers hold: fewer meetings of the consumers, and fewer, larger additions to dQ;
+        # what shared memory holds: with a second slot for keys, 1.02x to 1.12x as fast on an H200,
+        # most with few keys, but for key ranges, and not timed with lengths and ALiBi
+        config = dataclasses.replace(config, block_m=128, key_slots=1 if differs_by_row else 2)
+    if whole_heads:
+        if config.needs_parts_of_heads:
+            return backward_config(D, Dv, deterministic)
+        config = dataclasses.replace(config, whole_heads=True)
     buffers = 1 if head_dim == 256 and bias_bits else 2
     return dataclasses.replace(
         config, bias_bits=bias_bits, buffers=buffers, skips_tiles=skips_tiles

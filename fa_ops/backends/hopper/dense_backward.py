@@ -42,6 +42,7 @@ from fa_ops.backends.hopper.problem import (
     tma_aligned,
     window_sides,
 )
+from fa_ops.backends.hopper.whole_heads import prefers_whole_heads
 from fa_ops.call import Call, Run, general
 from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Spec, rows_are_aligned
 
@@ -176,13 +177,17 @@ class BackwardPlan:
         bits = bias.dtype.itemsize * 8 if bias else 0
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         pairs = prefers_pairs(*shapes[:2], (left, right), processors, ranges is not None, sequences)
-        options = deterministic, bits, few_registers, pairs, lists is not None
-        self.config = config = backward_config(D, Dv, *options)
+        differs_by_row = has_lens or ranges is not None or slopes_dim is not None
+        is_plain = mask is bias is None and not (few_registers or differs_by_row)
+        whole = is_plain and prefers_whole_heads(*shapes[:2], (left, right), processors)
+        self.config = config = backward_config(
+            D, Dv, deterministic, bits, few_registers, pairs, lists is not None, whole,
+            differs_by_row=differs_by_row,
+        )  # fmt: skip
         self.device, self.dropout_p = device, dropout_p
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
-        n_blocks, group = -(-Sk // config.block_n), Hq // Hkv
-        items = n_blocks * B * Hkv * config.ctas_of_block
-        parts = group_parts(group, items, processors, config.waves)
+        range_heads = 0 if ranges is None else B * ranges[0]
+        parts, section = self._divide(shapes, processors, range_heads)
         self.kernels = _kernels_for(
             config, dtype, device, window=has_window, kv_lens=has_lens, ranges=ranges is not None,
             softcap=softcap, alibi=slopes_dim is not None, mask=mask is not None,
@@ -190,20 +195,12 @@ class BackwardPlan:
         )  # fmt: skip
         units = ScoreUnits.of(D, scale, cap)
         self._prepare_masks(mask, bias, lists, units, Sk)
-        self.m_blocks = m_blocks = -(-Sq // config.block_m)
-        self.row_blocks, self.heads = m_blocks * config.block_m // _ROWS, B * Hq
-        self.rows, key_blocks = self.row_blocks * _ROWS, n_blocks * B * Hkv
-        self.ctas = min(items * parts, processors) if config.is_persistent else items * parts
-        self._allocate(key_blocks, parts, 0 if ranges is None else B * ranges[0])
-        finished = m_blocks * self.heads * config.adds_dq + 2 * key_blocks * (parts > 1)
-        self.postprocess_ctas = finished or processors
         layouts = (*zip((*shapes, (B, Hq, Sq, Dv)), input_strides), *(of[:2] for of in grads))
         self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride in layouts]
-        per_query = Sq * 2 * (D + Dv) * (group // parts)
-        all_strides = *input_strides, *(strides for _, strides, _ in grads)
+        all_strides, group = (*input_strides, *(strides for _, strides, _ in grads)), Hq // Hkv
         scalars = _SCALARS.pack(
-            *(B, Hq, Hkv, group, Sq, Sk, left, right, m_blocks, n_blocks),
-            section_of(B * Hkv * parts, per_query, _SECTION_BYTES),
+            *(B, Hq, Hkv, group, Sq, Sk, left, right, self.m_blocks, -(-Sk // config.block_n)),
+            section,
             key_section(B * Hkv, Sk, D + Dv) * group,
             Hq if slopes_dim == 2 else 0,
             1 if ranges is None else ranges[0],
@@ -220,6 +217,32 @@ class BackwardPlan:
         if ranges is not None:
             sizes = *ranges[1:], ranges[0], Sq, Sk, left, right
             self.clip_ranges = Params.of(_CLIP, "strides", sizes)
+
+    def _divide(
+        self, shapes: tuple[tuple[int, ...], ...], processors: int, range_heads: int
+    ) -> tuple[int, int]:
+        """Divide the work among CTAs, and the workspace; returns the parts of a group of query
+        heads, and how many heads of keys, or parts of their groups, are processed concurrently."""
+        (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
+        config, group, parts = self.config, Hq // Hkv, 1
+        key_blocks = -(-Sk // config.block_n) * B * Hkv
+        items = B * Hkv if config.whole_heads else key_blocks * config.ctas_of_block
+        if not config.whole_heads:
+            parts = group_parts(group, items, processors, config.waves)
+        self.m_blocks, self.heads = -(-Sq // config.block_m), B * Hq
+        self.row_blocks = self.m_blocks * config.block_m // _ROWS
+        self.rows = self.row_blocks * _ROWS
+        self.ctas = min(items * parts, processors) if config.is_persistent else items * parts
+        section = section_of(B * Hkv * parts, Sq * 2 * (D + Dv) * (group // parts), _SECTION_BYTES)
+        sums = self.rows * config.sum_features if config.adds_dq else 0
+        if config.whole_heads:  # those of a CTA's heads, unless there is one block of keys
+            sums *= self.ctas * group if Sk > config.block_n else 0
+        else:
+            sums *= self.heads
+        self._allocate(sums, key_blocks, parts, range_heads)
+        finished = self.m_blocks * self.heads * config.sums_dq + 2 * key_blocks * (parts > 1)
+        self.postprocess_ctas = finished or processors
+        return parts, section
 
     def _prepare_masks(
         self, mask: MaskLayout | None, bias: Bias | None, lists: BlockLists | None,
@@ -239,17 +262,16 @@ class BackwardPlan:
             self.by_query = MaskPacker.by_query(mask, Sk, self.device)
         self.mask_block = 0 if mask.queries_share else self.config.block_m // 8
 
-    def _allocate(self, key_blocks: int, parts: int, range_heads: int) -> None:
+    def _allocate(self, sums: int, key_blocks: int, parts: int, range_heads: int) -> None:
         """Shapes, strides and dtypes of the workspace, whose parts follow one another:
         log-sum-exps, row sums, in one pass the sums of dQ, where groups are split those of dK and
         dV, the counter of tiles, and the flags."""
         config, rows = self.config, self.heads * self.rows
-        sums = rows * config.sum_features if config.adds_dq else 0
         keys, dims = key_blocks * config.block_n, config.head_features + config.value_features
         key_sums = keys * dims * (1 if config.adds_dq else parts) if parts > 1 else 0
         # those that are added to, by 16 bytes
-        self.zeros = (sums + key_sums) // 4 if config.adds_dq else 0
-        flags = (2 * keys if parts == 1 else 0) + (0 if config.adds_dq else rows)
+        self.zeros = (sums + key_sums) // 4 if config.sums_dq else 0
+        flags = (2 * keys if parts == 1 else 0) + (0 if config.sums_dq else rows)
         self.row_bytes = 4 * rows
         self.key_sums_at = 2 * self.row_bytes + 4 * sums
         self.counter_at = self.key_sums_at + 4 * key_sums

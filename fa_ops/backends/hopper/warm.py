@@ -21,6 +21,7 @@ from fa_ops.backends.hopper import (
     split_kv,
 )
 from fa_ops.backends.hopper.configs import (
+    BackwardConfig,
     backward_config,
     forward_config,
     quantized_config,
@@ -35,12 +36,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 # full, causal, with a window, with key ranges
 _FORWARDS = ({}, {"window": True}, {"window": True, "left": True}, {"ranges": True})
 _PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
-# with groups of query heads that are whole, or cut into parts
-_BACKWARDS = tuple(
-    features | {"split": split}
-    for features in ({}, {"window": True}, {"ranges": True})
-    for split in (False, True)
-)
 
 
 class Variant(NamedTuple):
@@ -68,15 +63,25 @@ def variants(
             config = decode_config(D, D, 8, page)
             defines = decode.kernel_defines(config, dtype, paged=page > 0)
             yield Variant("decode", _names(split_kv.entries_of("decode", config)), defines)
-        found = (backward_config(D, D, prefers_pairs=pairs) for pairs in (False, True))
-        for config, features in itertools.product(dict.fromkeys(found), _BACKWARDS):
-            defines = dense_backward.kernel_defines(config, dtype, **features)
+        for config, features in dict.fromkeys(_backwards(D)):
+            defines = dense_backward.kernel_defines(config, dtype, **dict(features))
             entries = _names(dense_backward.entries_of(config, defines))
             yield Variant("backward", entries, defines)
     for dtype, page in itertools.product(dtypes, _PAGES):
         config = mla_config(page)
         defines = mla.kernel_defines(config, dtype, paged=page > 0)
         yield Variant("mla", _names(split_kv.entries_of("mla", config)), defines)
+
+
+def _backwards(D: int) -> Iterator[tuple[BackwardConfig, tuple[tuple[str, bool], ...]]]:
+    """Configurations and features of backward passes, groups of query heads whole or in parts."""
+    for name in ("", "window", "ranges"):
+        features = ((name, True),) if name else ()
+        for pairs, split in itertools.product((False, True), repeat=2):
+            config = backward_config(D, D, prefers_pairs=pairs, differs_by_row=name == "ranges")
+            yield config, (*features, ("split", split))
+        if name != "ranges":
+            yield backward_config(D, D, whole_heads=True), (*features, ("split", False))
 
 
 def _forwards(D: int, dtype: torch.dtype) -> Iterator[Variant]:

@@ -1,53 +1,61 @@
 // Attention backward in one pass, after FlashAttention-3: persistent CTAs own a block of keys at a time, and
-// the next block's keys are copied while the last one's gradients are written. Warpgroup 0 produces; each
-// consumer owns 64 keys and keeps their dK and dV in registers while the queries of a group of heads pass.
-// Scores are computed transposed, so that weights and their gradients leave the accumulators as the register
-// operand of the next product.
+// the next block's keys are copied while the last one's gradients are written, or with two KEY_SLOTS while
+// its queries pass. Warpgroup 0 produces; each consumer owns 64 keys and keeps their dK and dV in registers
+// while the queries of a group of heads pass. Scores are computed transposed, so that weights and their
+// gradients leave the accumulators as the register operand of the next product.
 //
 // dQ needs all keys of the block: dS of both consumers meets in shared memory, each multiplies it with its
 // half of K's columns and adds the result to global memory in fp32, from registers, as shared memory has no
 // time to spare. A half must not cross from one column of 64 features into the next: where it would, with
 // ALTERNATES, the consumers compute whole blocks of dQ in turn. That product is one step late, so that a
 // consumer does not wait for the other while they are less than a step apart. The additions have no fixed
-// order: without ADDS_DQ, backward_queries.cu computes dQ.
-#include "key_consumer.cuh"
+// order, but with WHOLE_HEADS: without ADDS_DQ, backward_queries.cu computes dQ.
+#include "query_gradients.cuh"
 
-constexpr int GRADS = HEAD_FEATURES / 2, QUERY_GRADS = ALTERNATES ? GRADS : BLOCK_M * SUM_FEATURES / 256;
+constexpr int GRADS = HEAD_FEATURES / 2;
 constexpr u32 DS_BYTES = BLOCK_N * BLOCK_M * 2;
-constexpr bool SPLITS_ROWS = BLOCK_M == 128;  // of dQ a consumer has 64 queries
-constexpr bool SPLITS_COLUMNS = !(SPLITS_ROWS || ALTERNATES);  // it has half the columns
-// of those the second half ends with as many that do not exist
-constexpr int UNUSED_GRADS = SPLITS_COLUMNS ? (SUM_FEATURES - HEAD_FEATURES) / 2 : 0;
 static_assert(BLOCK_N == 64 * CONSUMERS && VALUE_FEATURES == HEAD_FEATURES, "halves of the head dim");
 static_assert(HEAD_DIM <= 2 * BLOCK_M, "dK leaves by two buffers of gradients of scores");
+static_assert(KEY_SLOTS == 1 || (ADDS_DQ && !ALTERNATES), "dK and dV leave through a place of their own");
+static_assert(!WHOLE_HEADS || (ADDS_DQ && !SPLITS_GROUP && !ALTERNATES), "a thread reads its own sums of dQ");
 
-DEVICE u32 kv_empty(const BackwardShared& sm) { return sm.extra; }
+DEVICE u32 kv_empty(const BackwardShared& sm, int slot) { return barrier(sm.extra, slot); }
 
 // Publishes a tile, with the phase of `kv_full` for the tile after it.
-DEVICE void store_key_tile(const BackwardShared& sm, const KeyTile& t, u32 phase) {
-  store_shared(sm.tile, make_int4(t.n0, t.part, t.b, t.keys));
-  store_shared(sm.tile + 16, make_int4(t.first, t.last, phase, 0));
+DEVICE void store_key_tile(const BackwardShared& sm, const KeyTile& t, int slot, u32 phase) {
+  const u32 to = slot_at<32>(sm.tile, slot);
+  store_shared(to, make_int4(t.n0, t.part, t.b, t.keys));
+  store_shared(to + 16, make_int4(t.first, t.last, phase, 0));
 }
 
-DEVICE u32 phase_after(const BackwardShared& sm) { return load_shared<u32>(sm.tile + 24); }
+DEVICE u32 phase_after(const BackwardShared& sm, int slot) {
+  return load_shared<u32>(slot_at<32>(sm.tile, slot) + 24);
+}
 
-DEVICE KeyTile load_key_tile(const BackwardShared& sm) {
-  const int4 x = load_shared<int4>(sm.tile), y = load_shared<int4>(sm.tile + 16);
+DEVICE KeyTile load_key_tile(const BackwardShared& sm, int slot) {
+  const u32 from = slot_at<32>(sm.tile, slot);
+  const int4 x = load_shared<int4>(from), y = load_shared<int4>(from + 16);
   return {warp_uniform(x.x), warp_uniform(x.y), warp_uniform(x.z),
           warp_uniform(x.w), warp_uniform(y.x), warp_uniform(y.y)};
 }
 
-struct BackwardConsumer : KeyConsumerBase {
-  const int c;
+#if WHOLE_HEADS
+typedef WholeQueryGradients Gradients;
+#else
+typedef QueryGradients Gradients;
+#endif
+
+struct BackwardConsumer : Gradients {
   u32 buffer = 0;
-  // The block of queries of the last step, counted over all heads, if this consumer computes dQ of it. With
-  // ALTERNATES these are the blocks whose dS is in buffer `c`.
-  int previous = -1;
-  float s[SCORES], dp[SCORES], dk[GRADS], dv[GRADS], dq[QUERY_GRADS];
+  // The slot of this tile's keys, and of those that the last step met.
+  int slot = 0, previous_slot = 0;
+  float s[SCORES], dp[SCORES], dk[GRADS], dv[GRADS];
   u32 w[SCORES / 2], ds[SCORES / 2];
 
-  DEVICE BackwardConsumer(const BackwardParams& p, const BackwardShared& sm, int c)
-      : KeyConsumerBase(p, sm, {}, c * 64), c(c) {}
+  using Gradients::Gradients;
+
+  DEVICE u32 keys() const { return slot_at<K_BYTES>(sm.k, slot); }
+  DEVICE u32 values() const { return slot_at<V_BYTES>(sm.v, slot); }
 
   DEVICE void gradient_product(float (&d)[GRADS], u32 (&a)[SCORES / 2], u32 queries) {
     wgmma_fence();
@@ -57,7 +65,8 @@ struct BackwardConsumer : KeyConsumerBase {
 
   DEVICE void query_product(u32 ds_at) {
     constexpr int HALF = SUM_FEATURES / 2;
-    const u32 columns = SPLITS_COLUMNS ? sm.k + (c * HALF / 64) * BLOCK_N * 128 + (c * HALF % 64) * 2 : sm.k;
+    const u32 keys = slot_at<K_BYTES>(sm.k, previous_slot);
+    const u32 columns = SPLITS_COLUMNS ? keys + (c * HALF / 64) * BLOCK_N * 128 + (c * HALF % 64) * 2 : keys;
     if (SPLITS_ROWS) ds_at += c * BLOCK_N * 128;
     wgmma_fence();
     wgmma_queries_start(dq, descriptor_base(ds_at, BLOCK_N * 128), descriptor_base(columns, BLOCK_N * 128));
@@ -74,14 +83,6 @@ struct BackwardConsumer : KeyConsumerBase {
       dp[i + 2] = score_gradient(s[i + 2], dp[i + 2], d.x),
              dp[i + 3] = score_gradient(s[i + 3], dp[i + 3], d.y);
     }
-  }
-
-  // Adds dQ to the sums of a block of queries.
-  DEVICE void add_query_gradients(long long block) {
-    const int half = ALTERNATES ? 0 : c;
-    float* const to = p.sums + block * (BLOCK_M * SUM_FEATURES) + opaque(half * 128 * QUERY_GRADS + tid * 4);
-    add_fragments<0, QUERY_GRADS - UNUSED_GRADS>(to, dq);
-    if (UNUSED_GRADS > 0 && c == 0) add_fragments<QUERY_GRADS - UNUSED_GRADS, QUERY_GRADS>(to, dq);
   }
 
   // Issues the product for dQ of the last step, once the other consumer has stored its dS.
@@ -114,9 +115,9 @@ struct BackwardConsumer : KeyConsumerBase {
     const u32 i = ring.stage, queries = slot_at<Q_BYTES>(sm.q, i), grads = slot_at<DO_BYTES>(sm.grad_out, i);
     read_mask(h, m);
     mbar_wait(barrier(sm.q_full, i), ring.phase);
-    score_product<HEAD_FEATURES>(s, sm.k, queries);
+    score_product<HEAD_FEATURES>(s, keys(), queries);
     mbar_wait(barrier(sm.do_full, i), ring.phase);
-    score_product<VALUE_FEATURES>(dp, sm.v, grads);
+    score_product<VALUE_FEATURES>(dp, values(), grads);
     find_dropped(slot_at<SEED_BYTES>(sm.row_seeds, i), barrier(sm.do_full, i));
     wgmma_wait<1>();
     fence_operand(s);
@@ -134,7 +135,6 @@ struct BackwardConsumer : KeyConsumerBase {
     multiply_by_softcap_grad(dp, tanh_grad);
     pack_fragments(ds, dp);
 #if ADDS_DQ
-    const long long block = (long long)(t.b * p.Hq + h) * p.m_blocks + m;
     const u32 extra = buffer;
     const u32 ds_at = sm.exchange + buffer * DS_BYTES;
     buffer ^= 1;
@@ -145,13 +145,16 @@ struct BackwardConsumer : KeyConsumerBase {
       wgmma_wait<1>();
       fence_operand(dq);
       signal_stored(extra);
-      add_query_gradients(previous);
+      release_previous_keys();
+      write_query_gradients();
     } else {  // separately: registers of dQ that only one branch uses would be taken in all of the loop
+      previous_slot = slot;
       store_fragments(ds_at + first * 128, ds, BLOCK_N * 128);
       gradient_product(dk, ds, queries);
       signal_stored(extra);
     }
-    previous = !ALTERNATES || extra == c ? block : -1;
+    note_block(h, m);
+    if (ALTERNATES && extra != c) previous = -1;
 #else
     gradient_product(dk, ds, queries);
 #endif
@@ -161,24 +164,68 @@ struct BackwardConsumer : KeyConsumerBase {
     ring.next();
   }
 
+  // After a product for dQ: the first one of a tile was still with the keys of the tile before.
+  DEVICE void release_previous_keys() {
+    if (KEY_SLOTS == 1 || previous_slot == slot) return;
+    mbar_arrive(kv_empty(sm, previous_slot));
+    previous_slot = slot;
+  }
+
+  // Computes dQ of the last step.
+  DEVICE void finish_query_product() {
+    delayed_query_product(buffer ^ 1);
+    wgmma_wait<0>();
+    fence_operand(dq);
+  }
+
+#if KEY_SLOTS > 1
+  // Writes the gradients of a tile, through places of their own. dQ of its last step is still to come.
+  DEVICE u32 finish_tile() {
+    t = load_key_tile(sm, slot);
+    const u32 phase = phase_after(sm, slot);
+    if (previous < 0 || previous_slot != slot) {  // no step has used these keys, and none has released others
+      finish_queries();
+      mbar_arrive(kv_empty(sm, slot));
+    }
+#if SPLITS_GROUP
+    float* const sums = key_sums_of(p, t) + opaque(c * 128 * GRADS + tid * 4);
+    write_key_sums(sums, dk);
+    write_key_sums(sums + BLOCK_N * HEAD_FEATURES, dv);
+#else
+    if (tid == 0) tma_store_wait_read();
+    named_barrier_sync(Barrier::WARPGROUP + c, 128);
+    const u32 place = sm.exchange + 2 * DS_BYTES + first * 128;
+    store(dv, value_factor(), place, BLOCK_N * 128, DV, p.dv);
+    store(dk, p.scale, place + K_BYTES, BLOCK_N * 128, DK, p.dk);
+#endif
+    slot ^= 1;
+    return phase;
+  }
+
+  DEVICE void finish_queries() {
+    if (previous < 0) return;
+    finish_query_product();
+    mbar_arrive(kv_empty(sm, previous_slot));
+    write_query_gradients();
+    previous = -1;
+  }
+#else
   // Writes the gradients of a tile. dK leaves through this consumer's rows of dS and dV through what follows
   // them, so that the next keys can be copied to K and V at once.
   DEVICE u32 finish_tile() {
-    t = load_key_tile(sm);
-    const u32 phase = phase_after(sm);
+    t = load_key_tile(sm, slot);
+    const u32 phase = phase_after(sm, slot);
 #if ADDS_DQ
     if (previous >= 0) {
-      delayed_query_product(buffer ^ 1);
-      wgmma_wait<0>();
-      fence_operand(dq);
-      mbar_arrive(kv_empty(sm));
-      add_query_gradients(previous);
+      finish_query_product();
+      mbar_arrive(kv_empty(sm, slot));
+      write_query_gradients();
       previous = -1;
     } else {
-      mbar_arrive(kv_empty(sm));
+      mbar_arrive(kv_empty(sm, slot));
     }
 #elif SPLITS_GROUP
-    mbar_arrive(kv_empty(sm));
+    mbar_arrive(kv_empty(sm, slot));
 #endif
 #if SPLITS_GROUP
     float* const sums = key_sums_of(p, t) + opaque(c * 128 * GRADS + tid * 4);
@@ -194,15 +241,20 @@ struct BackwardConsumer : KeyConsumerBase {
     store(dv, value_factor(), sm.v + first * 128, BLOCK_N * 128, DV, p.dv);
     store(dk, p.scale, sm.k + first * 128, BLOCK_N * 128, DK, p.dk);
     if (tid == 0) tma_store_wait_read();
-    mbar_arrive(kv_empty(sm));
+    mbar_arrive(kv_empty(sm, slot));
 #endif
     return phase;
   }
 
+#endif
+
   DEVICE void run() {
     for (u32 phase = 0;;) {
-      mbar_wait(sm.kv_full, phase);
-      t = load_key_tile(sm);
+      mbar_wait(barrier(sm.kv_full, slot), phase);
+      t = load_key_tile(sm, slot);
+#if KEY_SLOTS > 1
+      if (t.n0 < 0) finish_queries();
+#endif
       if (t.n0 < 0) break;
 #pragma unroll
       for (int i = 0; i < GRADS; i++) dk[i] = dv[i] = 0.f;
@@ -218,8 +270,8 @@ struct BackwardConsumer : KeyConsumerBase {
   // Zeroes this consumer's rows; the other's are zeroed before its dS is stored.
   DEVICE void clear_keys() {
     const int from = max(first, t.keys - t.n0);
-    clear_rows<BLOCK_N, HEAD_DIM>(sm.k, from, first + 64, Barrier::WARPGROUP + c);
-    clear_rows<BLOCK_N, VALUE_DIM>(sm.v, from, first + 64, Barrier::WARPGROUP + c);
+    clear_rows<BLOCK_N, HEAD_DIM>(keys(), from, first + 64, Barrier::WARPGROUP + c);
+    clear_rows<BLOCK_N, VALUE_DIM>(values(), from, first + 64, Barrier::WARPGROUP + c);
   }
 
   DEVICE void store(const float (&grads)[GRADS], float factor, u32 at, u32 column_bytes, int tensor,
@@ -230,6 +282,15 @@ struct BackwardConsumer : KeyConsumerBase {
   }
 };
 
+// The tile after tile `i`, in the leader. A tile taken earlier would wait here while other CTAs have none.
+DEVICE int next_tile(const BackwardParams& p, int i) {
+#if WHOLE_HEADS
+  return (i + 1) % p.n_blocks ? i + 1 : i + 1 + (gridDim.x - 1) * p.n_blocks;
+#else
+  return gridDim.x + atomicAdd(p.counter, 1);
+#endif
+}
+
 // Executed by one warp. What it publishes about a tile is valid as long as the tile's keys are in shared
 // memory.
 DEVICE void produce(const BackwardParams& p, const BackwardShared& sm) {
@@ -237,26 +298,26 @@ DEVICE void produce(const BackwardParams& p, const BackwardShared& sm) {
   const int tiles = p.n_blocks * p.B * p.Hkv * p.parts;
   PipelineState<STAGES> ring;
   PipelineState<1> bias;
-  u32 phase = 1;
-  for (int i = blockIdx.x; i < tiles; phase ^= 1) {
+  PipelineState<KEY_SLOTS> keys;
+  for (int i = WHOLE_HEADS ? blockIdx.x * p.n_blocks : blockIdx.x; i < tiles; keys.next()) {
     const KeyTile t = tile_at(p, i);
-    mbar_wait(kv_empty(sm), phase);
+    const u32 full = barrier(sm.kv_full, keys.stage);
+    mbar_wait(kv_empty(sm, keys.stage), keys.phase ^ 1);
     if (leader) {
-      store_key_tile(sm, t, phase);
-      if (t.first < t.last) load_keys(p, sm, t);
-      else mbar_arrive(sm.kv_full);
+      // with one slot the next tile has the other phase, with two after every second tile
+      store_key_tile(sm, t, keys.stage, keys.stage == KEY_SLOTS - 1 ? keys.phase ^ 1 : keys.phase);
+      if (t.first < t.last) load_keys(p, sm, t, keys.stage);
+      else mbar_arrive(full);
     }
     wait_for_prior_grid();  // `preprocess` writes nothing read above
     produce_queries(p, sm, t, leader, ring, bias);
-    if (leader)
-      i = gridDim.x +
-          atomicAdd(p.counter, 1);  // late: a tile taken earlier would wait here while other CTAs have none
+    if (leader) i = next_tile(p, i);
     i = __shfl_sync(~0u, i, __ffs(__ballot_sync(~0u, leader)) - 1);
   }
-  mbar_wait(kv_empty(sm), phase);
+  mbar_wait(kv_empty(sm, keys.stage), keys.phase ^ 1);
   if (leader) {
-    store_key_tile(sm, {-1, 0, 0, 0, 0, 0}, 0);
-    mbar_arrive(sm.kv_full);
+    store_key_tile(sm, {-1, 0, 0, 0, 0, 0}, keys.stage, 0);
+    mbar_arrive(barrier(sm.kv_full, keys.stage));
   }
 }
 
@@ -267,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   launch_dependent_grids();
   if (threadIdx.x == 0) {
     sm.init();
-    mbar_init(kv_empty(sm), 128 * CONSUMERS);
+    for (int i = 0; i < KEY_SLOTS; i++) mbar_init(kv_empty(sm, i), 128 * CONSUMERS);
     mbar_init_fence();
   }
   __syncthreads();

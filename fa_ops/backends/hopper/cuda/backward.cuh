@@ -6,8 +6,8 @@
 // backward_postprocess.cu computes those rows again. Keys past a batch row's length are zeroed at once.
 //
 // Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM HEAD_FEATURES VALUE_FEATURES SUM_FEATURES STAGES
-// GRAD_STAGES EXCHANGE_BYTES SHARED_BYTES IS_WIDE IS_PAIRED ADDS_DQ ALTERNATES SPLITS_GROUP
-// HAS_WINDOW HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
+// GRAD_STAGES KEY_SLOTS EXCHANGE_BYTES SHARED_BYTES IS_WIDE IS_PAIRED ADDS_DQ ALTERNATES WHOLE_HEADS
+// SPLITS_GROUP HAS_WINDOW HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
 #pragma once
 #include "backward_results.cuh"
 #include "named_barriers.cuh"
@@ -31,15 +31,16 @@ struct BackwardShared {
   u32 k, v, q, grad_out;
   u32 exchange;  // between consumers
   u32 bias, lse, delta, ranges, row_seeds;
-  u32 tile;  // that the producer has scheduled
+  u32 tile;  // that the producer has scheduled, for each slot of keys
+  u32 targets;  // with WHOLE_HEADS
   u32 kv_full, q_full, q_empty, do_full, do_empty;
   u32 extra;  // barriers of one kernel alone
   u32 bias_full, bias_empty, end;
 
   DEVICE constexpr explicit BackwardShared(u32 base)
       : k(base),
-        v(k + K_BYTES),
-        q(v + V_BYTES),
+        v(k + KEY_SLOTS * K_BYTES),
+        q(v + KEY_SLOTS * V_BYTES),
         grad_out(q + STAGES * Q_BYTES),
         exchange(grad_out + GRAD_STAGES * GRAD_BYTES),
         bias(exchange + EXCHANGE_BYTES),
@@ -48,8 +49,9 @@ struct BackwardShared {
         ranges(delta + GRAD_STAGES * ROW_BYTES),
         row_seeds(ranges + STAGES * RANGE_BYTES),
         tile(row_seeds + STAGES * SEED_BYTES),
-        kv_full(tile + 32),
-        q_full(kv_full + 8),
+        targets(tile + 32 * KEY_SLOTS),
+        kv_full(targets + 4 * 16 * WHOLE_HEADS),
+        q_full(kv_full + 8 * KEY_SLOTS),
         q_empty(q_full + 8 * STAGES),
         do_full(q_empty + 8 * STAGES),
         do_empty(do_full + 8 * GRAD_STAGES),
@@ -59,7 +61,7 @@ struct BackwardShared {
         end(BIAS_BITS ? bias_empty + 8 : bias_full) {}
 
   DEVICE void init() const {
-    mbar_init(kv_full, 1);
+    for (int i = 0; i < KEY_SLOTS; i++) mbar_init(barrier(kv_full, i), 1);
     if (BIAS_BITS) mbar_init(bias_full, 1), mbar_init(bias_empty, IS_WIDE ? 128 : 128 * CONSUMERS);
     for (int i = 0; i < STAGES; i++) {
       mbar_init(barrier(q_full, i), 1), mbar_init(barrier(do_full, i), 1);
@@ -77,11 +79,39 @@ DEVICE void load_tile(u32 dst, const TensorMap& map, u32 bar, int width, int row
     for (int r = 0; r < rows; r += 64) tma_load(dst + (x * rows + r * 64) * 2, map, bar, x, row + r, h, b);
 }
 
+#if WHOLE_HEADS
+// Where dQ of a block of queries goes, in the step that computes it: the block's place among the sums of the
+// CTA, its batch row, head and number, and whether some keys' dQ is in the sums, and all others' is.
+struct QueryTarget {
+  int place, b, h, m;
+  bool is_stored, is_complete;
+};
+
+// dQ is written in the next step, so there are twice as many places as stages.
+DEVICE u32 target_at(const BackwardShared& sm, const PipelineState<STAGES>& ring) {
+  static_assert(STAGES == 2, "four places");
+  return slot_at<16>(sm.targets, ring.phase * STAGES + ring.stage);
+}
+
+DEVICE void store_target(const BackwardParams& p, u32 to, const KeyTile& t, int h, int m) {
+  const int place = (h - first_head(p, t)) * p.m_blocks + m, flags = (m < t.stored) + 2 * (m < t.complete);
+  store_shared(to, make_int4(place, t.b, h, m * 4 + flags));
+}
+
+DEVICE QueryTarget load_target(u32 from) {
+  const int4 x = load_shared<int4>(from);
+  return {x.x, x.y, x.z, x.w >> 2, (x.w & 1) != 0, (x.w & 2) != 0};
+}
+#endif
+
 DEVICE void load_queries(const BackwardParams& p, const BackwardShared& sm, const KeyTile& t, int h, int m,
                          const PipelineState<STAGES>& ring) {
   const u32 i = ring.stage, q_full = barrier(sm.q_full, i), do_full = barrier(sm.do_full, i);
   const long long row = ((long long)(t.b * p.Hq + h) * p.m_blocks + m) * BLOCK_M;
   mbar_wait(barrier(sm.q_empty, i), ring.phase ^ 1);
+#if WHOLE_HEADS
+  store_target(p, target_at(sm, ring), t, h, m);
+#endif
   mbar_arrive_expect(q_full, Q_BYTES + ROW_BYTES + RANGE_BYTES + SEED_BYTES);
   load_tile(slot_at<Q_BYTES>(sm.q, i), p.q, q_full, HEAD_DIM, BLOCK_M, m * BLOCK_M, h, t.b);
   bulk_load(slot_at<ROW_BYTES>(sm.lse, i), p.lse + row, ROW_BYTES, q_full);
@@ -106,11 +136,12 @@ DEVICE void load_bias(const BackwardParams& p, const BackwardShared& sm, const K
 }
 #endif
 
-DEVICE void load_keys(const BackwardParams& p, const BackwardShared& sm, const KeyTile& t) {
-  mbar_arrive_expect(sm.kv_full, K_BYTES + V_BYTES);
+DEVICE void load_keys(const BackwardParams& p, const BackwardShared& sm, const KeyTile& t, int slot = 0) {
+  const u32 full = barrier(sm.kv_full, slot);
+  mbar_arrive_expect(full, K_BYTES + V_BYTES);
   const int h = key_head(p, t);
-  load_tile(sm.k, p.k, sm.kv_full, HEAD_DIM, BLOCK_N, t.n0, h, t.b);
-  load_tile(sm.v, p.v, sm.kv_full, VALUE_DIM, BLOCK_N, t.n0, h, t.b);
+  load_tile(slot_at<K_BYTES>(sm.k, slot), p.k, full, HEAD_DIM, BLOCK_N, t.n0, h, t.b);
+  load_tile(slot_at<V_BYTES>(sm.v, slot), p.v, full, VALUE_DIM, BLOCK_N, t.n0, h, t.b);
 }
 
 // Executed by one warp, whose leader issues the copies of all queries that a tile meets.

@@ -177,7 +177,7 @@ DEVICE bool convert_sums(const float* sums, int parts, long long step, Element* 
 extern "C" __global__ void __launch_bounds__(256) postprocess(const __grid_constant__ BackwardParams p) {
   wait_for_prior_grid();
   // This CTA's words of `nonfinite`. The first are read now, beside the sums.
-  const int notes = 2 * key_notes(p) + (ADDS_DQ ? 0 : p.B * p.Hq * p.m_blocks * (BLOCK_M / ROWS_PER_NOTE));
+  const int notes = 2 * key_notes(p) + (SUMS_DQ ? 0 : p.B * p.Hq * p.m_blocks * (BLOCK_M / ROWS_PER_NOTE));
   const int each = (notes + gridDim.x - 1) / gridDim.x, end = min(notes, (int)(blockIdx.x + 1) * each);
   int note = blockIdx.x * each;
   bool is_noted = note + (int)threadIdx.x < end && p.nonfinite[note + threadIdx.x];
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(256) postprocess(const __grid_const
     first = (block - bh * blocks) * rows, b = bh / heads, h = bh - b * heads;
     return (Element*)row_at(p.tensors[tensor], p.strides[tensor], b, h, first);
   };
-#if ADDS_DQ
+#if ADDS_DQ && !WHOLE_HEADS
   const int query_blocks = p.m_blocks * p.B * p.Hq;
   if (block < query_blocks) {
     Element* const to = begin(p.m_blocks, p.Hq, BLOCK_M);

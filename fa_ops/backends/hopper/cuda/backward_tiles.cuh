@@ -1,6 +1,6 @@
 // Which blocks of queries a block of keys meets in the backward pass, and the weight of a score.
 //
-// Compile-time: BLOCK_M BLOCK_N SPLITS_GROUP HAS_WINDOW HAS_RANGES HAS_MASK BIAS_BITS SKIPS_TILES
+// Compile-time: BLOCK_M BLOCK_N SPLITS_GROUP WHOLE_HEADS HAS_WINDOW HAS_RANGES HAS_MASK BIAS_BITS SKIPS_TILES
 #pragma once
 #include "backward_params.cuh"
 #include "seqlen_info.cuh"
@@ -9,6 +9,7 @@
 // [first, last) that attend some of it.
 struct KeyTile {
   int n0, part, b, keys, first, last;
+  int stored, complete;  // with WHOLE_HEADS: blocks of queries before these have met keys, will meet no more
 };
 
 DEVICE int key_head(const BackwardParams& p, const KeyTile& t) {
@@ -16,25 +17,42 @@ DEVICE int key_head(const BackwardParams& p, const KeyTile& t) {
 }
 DEVICE int first_head(const BackwardParams& p, const KeyTile& t) { return t.part * p.part_heads; }
 
+// The queries [x, y) that may attend some of the keys from `n0` on: none if y is not larger.
+DEVICE int2 queries_of(const BackwardParams& p, int n0, int keys) {
+#if HAS_WINDOW
+  const int shift = keys - p.Sq;
+  return make_int2(max(0, n0 - shift - p.window_right),
+                   min(p.Sq, min(n0 + BLOCK_N, keys) - shift + p.window_left));
+#else
+  return make_int2(0, p.Sq);
+#endif
+}
+
 DEVICE KeyTile tile_at(const BackwardParams& p, int i) {
-  const int parts = p.Hkv * p.parts, all = p.B * parts, per = p.section * p.n_blocks;
+  const int parts = p.Hkv * p.parts;
+#if WHOLE_HEADS
+  const int part = i / p.n_blocks, n = i - part * p.n_blocks;
+#else
+  const int all = p.B * parts, per = p.section * p.n_blocks;
   const int sec = i / per, r = i - sec * per;
   const int inside = min(p.section, all - sec * p.section);
-  const int part = sec * p.section + r % inside;
+  const int part = sec * p.section + r % inside, n = r / inside;
+#endif
   KeyTile t;
-  t.n0 = (r / inside) * BLOCK_N;
+  t.n0 = n * BLOCK_N;
   t.b = part / parts;
   t.part = part - t.b * parts;
   t.keys = keys_of(p, t.b);
-  int lo = 0, hi = p.Sq;
-#if HAS_WINDOW
-  const int shift = t.keys - p.Sq;
-  lo = max(0, t.n0 - shift - p.window_right);
-  hi = min(p.Sq, min(t.n0 + BLOCK_N, t.keys) - shift + p.window_left);
-#endif
+  const int2 queries = queries_of(p, t.n0, t.keys);
+  int lo = queries.x, hi = queries.y;
   if (t.n0 >= t.keys || lo >= hi) lo = hi = 0;
   t.first = lo / BLOCK_M;
   t.last = (hi + BLOCK_M - 1) / BLOCK_M;
+#if WHOLE_HEADS
+  const int2 later = queries_of(p, t.n0 + BLOCK_N, t.keys);
+  t.stored = n == 0 ? 0 : (queries_of(p, t.n0 - BLOCK_N, t.keys).y + BLOCK_M - 1) / BLOCK_M;
+  t.complete = t.n0 + BLOCK_N >= t.keys || later.x >= later.y ? UNBOUNDED : later.x / BLOCK_M;
+#endif
   return t;
 }
 

@@ -52,3 +52,18 @@ template <class T> DEVICE float dot(const Element* x, const T* y, int count) {
   for (int i = 0; i < count; i += 8) sum += dot8(x + i, y + i);
   return sum;
 }
+
+// Transposes 4 x 4 words over four neighbouring lanes: each gets eight consecutive columns of its row.
+DEVICE void transpose_quad(u32 (&x)[4]) {
+  const int lane = threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
+    x[i] = lane & 1 ? got : x[i], x[i + 1] = lane & 1 ? x[i + 1] : got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const u32 got = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
+    x[i] = lane & 2 ? got : x[i], x[i + 2] = lane & 2 ? x[i + 2] : got;
+  }
+}

@@ -136,18 +136,3 @@ DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sin
   inverse = 1.f / total;
   return (max2 + log2_fast(total)) * LN2;
 }
-
-// Transposes 4 x 4 words over four neighbouring lanes: each gets eight consecutive columns of its row.
-DEVICE void transpose_quad(u32 (&x)[4]) {
-  const int lane = threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const u32 got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
-    x[i] = lane & 1 ? got : x[i], x[i + 1] = lane & 1 ? x[i + 1] : got;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const u32 got = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
-    x[i] = lane & 2 ? got : x[i], x[i + 2] = lane & 2 ? x[i + 2] : got;
-  }
-}
