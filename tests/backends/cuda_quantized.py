@@ -37,7 +37,6 @@ static float log2_fast(float x) { return log2f(x); }
 static float reciprocal_fast(float x) { return 1.f / x; }
 static float softcap_tanh(float x) { return tanhf(x); }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-static u32 __shfl_xor_sync(u32, u32 x, int by) { return (u32)tell(x)[(threadIdx.x & 31) ^ by]; }
 static float __shfl_xor_sync(u32 all, float x, int by) { return __int_as_float(__shfl_xor_sync(all, __float_as_int(x), by)); }
 static int __shfl_up_sync(u32, int x, int by) {
   const u64* y = tell((u32)x);
