@@ -49,24 +49,24 @@ def cast_cached(
     """query and new keys in the dtype of the cache, which is written in place."""
     if key_cache.dtype.itemsize > 1:  # fp8 has no arithmetic of its own
         dtype = key_cache.dtype
-    if tensors.key is not None and tensors.value is not None:
-        tensors = tensors._replace(key=tensors.key.to(dtype), value=tensors.value.to(dtype))
-    return query.to(dtype), key_cache, value_cache, tensors
+    new = _cast(tensors.key, dtype), _cast(tensors.value, dtype)
+    tensors = tensors._replace(key=new[0], value=new[1])
+    return _cast(query, dtype), key_cache, value_cache, tensors
 
 
 def cast_quantized(
     dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, tensors: QuantizedTensors
 ) -> tuple:
     """query, key and value, unless they are 8-bit, in autocast's dtype, and sinks of 16 bits."""
-    if tensors.sinks is not None and tensors.sinks.dtype.itemsize == 2:
-        tensors = tensors._replace(sinks=tensors.sinks.to(dtype))
-    return *[x.to(dtype) if x.dtype.itemsize > 1 else x for x in (query, key, value)], tensors
+    tensors = tensors._replace(sinks=_cast(tensors.sinks, dtype, _WIDE))
+    return _cast(query, dtype), _cast(key, dtype), _cast(value, dtype), tensors
 
 
 def _cast(t: object, dtype: torch.dtype, kept: tuple = (torch.float64,)) -> object:
+    """A tensor in autocast's dtype, unless autocast would leave it alone, as all of 8 bits."""
     if not isinstance(t, Tensor) or t.dtype is dtype or t.dtype in kept:
         return t
-    return t.to(dtype) if t.dtype.is_floating_point else t
+    return t.to(dtype) if t.dtype.is_floating_point and t.dtype.itemsize > 1 else t
 
 
 def _attention(operator: torch._ops.OpOverload, device: str) -> Callable:

@@ -60,6 +60,47 @@ def test_autocast_reaches_no_int():
         fa_ops.attention(ints, ints, ints)
 
 
+def error_of(call, *args, **options) -> tuple[type, str]:
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
+        call(*args, **options)
+    return error.type, str(error.value)
+
+
+FP8, NEW = torch.float8_e4m3fn, torch.ones(2, 2, 1, 16)
+REFUSED = {  # call, dtypes of its tensors, options
+    "dense": ("dense", (FP8, FP8, FP8), {}),
+    "dense, one tensor": ("dense", (torch.bfloat16, torch.bfloat16, FP8), {}),
+    "dense, e5m2": ("dense", (torch.float8_e5m2,) * 3, {}),
+    "mask": ("dense", (torch.bfloat16,) * 3, {"attn_mask": torch.ones(7, 7).to(FP8)}),
+    "sinks": ("dense", (torch.bfloat16,) * 3, {"sinks": torch.ones(4).to(FP8)}),
+    "packed": ("packed", (FP8, FP8, FP8), {}),
+    "query of a cache": ("cached", (FP8, torch.bfloat16, torch.bfloat16), {}),
+    "ints over a cache": ("cached", (torch.int32, torch.bfloat16, torch.bfloat16), {}),
+    "doubles over a cache": ("cached", (torch.float64, torch.bfloat16, torch.bfloat16), {}),
+    "new keys": (
+        "cached", (torch.bfloat16,) * 3, dict.fromkeys(("key", "value"), NEW.to(FP8)),
+    ),
+    "new ints": (
+        "cached", (torch.bfloat16,) * 3, dict.fromkeys(("key", "value"), NEW.int()),
+    ),
+    "quantized ints": ("quantized", (torch.int32,) * 3, {}),
+    "quantized doubles": ("quantized", (torch.float64,) * 3, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_calls_outside_refuse_is_refused_in_a_region(name):
+    """Tensors that autocast leaves alone elsewhere, such as those of 8 bits, are not cast."""
+    of, dtypes, options = REFUSED[name]
+    call = {"dense": dense, "packed": packed, "cached": cached, "quantized": quantized}[of]
+    inputs = [t.to(dtype) for t, dtype in zip(qkv(), dtypes)]
+    outside = error_of(call, *inputs, **options)
+    with bf16():
+        assert error_of(call, *inputs, **options) == outside
+        with torch.profiler.profile():  # which the dispatcher has to show the operator
+            assert error_of(call, *inputs, **options) == outside
+
+
 def bf16():
     return torch.autocast("cpu", torch.bfloat16)
 
