@@ -54,3 +54,28 @@ def test_masks_and_indices_must_fit():
     ):
         with pytest.raises(ValueError, match=r"(mask|length|indices) must have shape \("):
             call()
+
+
+@pytest.mark.parametrize("wrong", [-1, 12, 2**40])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_indices_outside_the_rows_are_named(wrong, dtype):
+    if wrong > 2**31 and dtype is torch.int32:
+        return
+    x, indices = torch.randn(2, 3), torch.tensor([0, wrong], dtype=dtype)
+    for call, rows in (
+        (lambda: bert_padding.pad_input(x, indices, 3, 4), "the result has 12 rows"),
+        (lambda: bert_padding.index_put_first_axis(x, indices, 12), "the result has 12 rows"),
+        (lambda: bert_padding.index_first_axis(torch.randn(12, 3), indices), "x has 12 rows"),
+    ):
+        with pytest.raises(ValueError, match=f"indices has {wrong}, but {rows}"):
+            call()
+
+
+def test_indices_have_one_dimension_and_the_device_of_the_tokens():
+    x = torch.randn(4, 3)
+    with pytest.raises(ValueError, match=r"indices must have shape \(n,\), got \(2, 2\)"):
+        bert_padding.index_first_axis(x, torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="indices is on meta, but x is on cpu"):
+        bert_padding.index_first_axis(x, torch.zeros(2, dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match=r"indices must have shape \(4,\), got \(2,\)"):
+        bert_padding.index_put_first_axis(x, torch.zeros(2, dtype=torch.int64), 4)

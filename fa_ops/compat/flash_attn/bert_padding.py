@@ -7,20 +7,25 @@ import importlib
 import torch
 from torch import Tensor
 
+from fa_ops import checks
 from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import count, has_shape
+from fa_ops.ops import library
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     """Rows ``indices`` of x ``(rows, ...)``. Differentiable."""
     _need_rows("x", x, indices)
+    _need_within("x", x.shape[0], indices)
     return x.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """``(first_axis_dim, ...)``, values in rows ``indices`` and 0 elsewhere. Differentiable."""
     _need_rows("values", values, indices)
+    has_shape("indices", indices, values.shape[:1])
     first_axis_dim = count("first_axis_dim", first_axis_dim)
+    _need_within("the result", first_axis_dim, indices)
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
     return zeros.index_copy(0, indices.long(), values)
 
@@ -79,7 +84,11 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Packed tokens ``(T, ...)`` as a padded batch ``(batch, seqlen, ...)``; padding is 0."""
+    """Packed tokens ``(T, ...)`` as a padded batch ``(batch, seqlen, ...)``; padding is 0.
+
+    On the CPU, indices outside the batch are a ValueError; on a GPU, where the host does not read
+    them, torch's kernel ends in a device-side assertion.
+    """
     _need_rows("hidden_states", hidden_states, indices)
     has_shape("indices", indices, hidden_states.shape[:1])
     batch, seqlen = count("batch", batch), count("seqlen", seqlen)
@@ -88,10 +97,23 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def _need_rows(name: str, x: Tensor, indices: Tensor) -> None:
-    """Raise TypeError unless both are tensors, and the second one of int32 or int64."""
-    need_tensor(name, x)
+    """Raise TypeError or ValueError unless both are tensors, and the second one (n,) integers."""
+    if need_tensor(name, x).dim() == 0:
+        raise ValueError(f"{name} must have shape (rows, ...), got ()")
     if need_tensor("indices", indices).dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
+    if indices.dim() != 1:
+        raise ValueError(f"indices must have shape (n,), got {tuple(indices.shape)}")
+    checks.same_device(x, "indices", indices, name)
+
+
+def _need_within(name: str, rows: int, indices: Tensor) -> None:
+    """Raise ValueError for rows that do not exist, where the host may read the indices."""
+    if indices.numel() and library.can_read(indices):
+        lowest, highest = (int(x) for x in indices.aminmax())
+        if lowest < 0 or highest >= rows:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"indices has {wrong}, but {name} has {rows} rows")
 
 
 def _selected(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
