@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import checks, overlap
+from fa_ops import checks, overlap, written_caches
 from fa_ops.call import CacheTensors
 from fa_ops.checks import FP8, need
 from fa_ops.types import Cache, Packing, Spec
@@ -50,6 +50,7 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool
         for name, t in (("key_cache", k), ("value_cache", v)):
             message = "{} is written to, so no two of its elements may share memory, got strides {}"
             need(not overlap.has_overlaps(t), message, name, t.stride())
+        written_caches.check(k, v, cache)
 
 
 def pages(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> None:

@@ -68,7 +68,8 @@ def attention_with_kv_cache(
             out ``(B, S, Hkv, D)`` comes as ``cache.transpose(1, 2)``); with ``page_table``
             ``(pages, page_size, Hkv, D)``. Query's dtype, or float8_e4m3fn.
         value_cache: the same with ``Dv``. May be a view of ``key_cache``, as in MLA, where it is
-            the first ``Dv`` columns; the keys are then read once.
+            the first ``Dv`` columns; the keys are then read once. If keys are appended, ``value``
+            must then be the same view of ``key``; caches that share memory otherwise are refused.
         kv_lens: int32 ``(B,)``, keys that each row of the cache holds before the call.
         page_table: int32 ``(B, max_pages)``; key ``j`` of row ``b`` is in page
             ``page_table[b, j // page_size]``. Entries beyond the row's length may be anything. On

@@ -1,4 +1,4 @@
-"""Whether the elements of strided tensors share memory, by addresses alone."""
+"""Which elements of strided tensors share memory, by addresses alone."""
 
 from __future__ import annotations
 
@@ -30,6 +30,22 @@ def has_overlaps(t: Tensor) -> bool:
                 return True
             extent += stride * (size - 1)
     return False
+
+
+def extent(t: Tensor) -> int:
+    """The bytes from the beginning of the first element to the end of the last one."""
+    if not t.numel():
+        return 0
+    return t.itemsize * (1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride())))
+
+
+def is_narrowed(part: Tensor, whole: Tensor) -> bool:
+    """Whether `part` is the first numbers of each row of `whole`, or all, in the same memory."""
+    *rows, width = part.shape
+    if rows != [*whole.shape[:-1]] or width > whole.shape[-1]:
+        return False
+    steps = zip(part.shape, part.stride(), whole.stride())
+    return part.data_ptr() == whole.data_ptr() and all(a == b for n, a, b in steps if n > 1)
 
 
 def share_memory(read: Tensor, written: Tensor) -> bool:

@@ -98,13 +98,9 @@ class CacheCase:
         if self.new:
             fields["key"] = draw(self.B, self.Hkv, self.new, self.D)
             fields["value"] = draw(self.B, self.Hkv, self.new, self.Dv)
-            if self.shared:
-                fields["value"] = fields["key"][..., : self.Dv]
         if self.fp8:
             for name in ("k_scale", "v_scale"):
                 fields[name] = self._scale(g, len(k), used, lens)
-            if self.shared:
-                fields["v_scale"] = fields["k_scale"]
         if self.rotary:
             angle = torch.rand(self.S + 1, self.rotary // 2, generator=g) * 6
             fields["rotary_cos"], fields["rotary_sin"] = angle.cos(), angle.sin()
@@ -125,7 +121,10 @@ class CacheCase:
         on = lambda t: t.to(self.device) if isinstance(t, Tensor) else t  # noqa: E731
         k = on(k)
         v = k[..., : self.Dv] if self.shared else on(v)
-        return on(q), k, v, Cache(*map(on, cache)), Spec(*map(on, spec))
+        cache = Cache(*map(on, cache))
+        if self.shared:
+            cache = _with_shared_values(cache, self.Dv)
+        return on(q), k, v, cache, Spec(*map(on, spec))
 
     def _scale(self, g: torch.Generator, pages: int, key_ranges: list, lens: list) -> Tensor:
         if not (self.page_scales or self.token_scales):
@@ -287,7 +286,16 @@ def _placed(arena: Arena, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: S
     writes = cache.key is not None
     k2 = arena.placed(k, read_only=not writes)
     v2 = k2[..., : v.shape[-1]] if shared else arena.placed(v, read_only=not writes)
-    return put(q), k2, v2, Cache(*map(put, cache)), Spec(*map(put, spec))
+    cache = Cache(*map(put, cache))
+    if shared:
+        cache = _with_shared_values(cache, v.shape[-1])
+    return put(q), k2, v2, cache, Spec(*map(put, spec))
+
+
+def _with_shared_values(cache: Cache, width: int) -> Cache:
+    """The same with new values that are the first features of the new keys, and their scales."""
+    value = None if cache.key is None else cache.key[..., :width]
+    return cache._replace(value=value, v_scale=cache.k_scale)
 
 
 def _noise_of_scales(case: CacheCase, spec: Spec, cache: Cache) -> float:

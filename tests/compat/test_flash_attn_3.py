@@ -280,6 +280,7 @@ def test_the_private_function_copies_keys_that_are_only_read():
 
 
 q, k_cache = torch.randn(1, 2, 2, 8), torch.randn(1, 4, 2, 8)
+v_cache = torch.randn(1, 4, 2, 8)
 new, ends = torch.randn(2, 2, 8), torch.tensor([0, 2], dtype=torch.int32)
 
 
@@ -287,13 +288,13 @@ new, ends = torch.randn(2, 2, 8), torch.tensor([0, 2], dtype=torch.int32)
     ("error", "message", "call"),
     [
         (ValueError, r"cache_leftpad must have shape \(1,\), got \(2,\)",
-         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, cache_leftpad=ends)),
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_leftpad=ends)),
         (ValueError, r"cache_leftpad must have shape \(1,\), got \(2,\)",
-         lambda: compat.flash_attn_with_kvcache(new, k_cache, k_cache, new, new, cache_seqlens=1,
+         lambda: compat.flash_attn_with_kvcache(new, k_cache, v_cache, new, new, cache_seqlens=1,
                                                 cache_leftpad=ends, cu_seqlens_q=ends,
                                                 cu_seqlens_k_new=ends)),
         (ValueError, r"rotary_seqlens must have shape \(1,\), got \(2,\)",
-         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new[None], new[None],
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, new[None], new[None],
                                                 rotary_cos=torch.ones(4, 4),
                                                 rotary_sin=torch.ones(4, 4), cache_seqlens=1,
                                                 rotary_seqlens=ends)),
@@ -307,26 +308,26 @@ new, ends = torch.randn(2, 2, 8), torch.tensor([0, 2], dtype=torch.int32)
         (ValueError, r"out_ must have shape \(1, 2, 2, 8\), got \(2,\)",
          lambda: compat._flash_attn_forward(q, q, q, out_=ends)),
         (TypeError, "return_softmax_lse must be a bool, got 'yes'",
-         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new[None], new[None],
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, new[None], new[None],
                                                 cache_seqlens=1, return_softmax_lse="yes")),
         (TypeError, "q_descale is for inputs in float8_e4m3fn, but q is torch.float32",
          lambda: compat.flash_attn_func(q, q, q, q_descale=q)),
         (ValueError, r"qv must have shape \(1, 2, 2, 8\), got \(1, 2, 2, 7\)",
          lambda: compat.flash_attn_func(q, q, q, qv=q[..., 1:])),
         (ValueError, "qv must have q's dtype float32, got float64",
-         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new[None], new[None],
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, new[None], new[None],
                                                 qv=q.double(), cache_seqlens=1)),
         (NotImplementedError, "q must be in 16 bits or more with qv, got torch.float8_e4m3fn",
          lambda: compat.flash_attn_func(*[q.to(torch.float8_e4m3fn)] * 3, qv=q)),
         (ValueError, "attention_chunk must not be negative, got -3",
          lambda: compat.flash_attn_func(q, q, q, attention_chunk=-3)),
         (ValueError, r"q must have shape \(T, H, D\), got \(1, 2, 2, 8\)",
-         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, cu_seqlens_q=ends)),
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, cu_seqlens_q=ends)),
         (ValueError, r"cache_seqlens\[0\] is 3, which with 2 new keys is not within the cache's 4",
-         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new, new, cache_seqlens=3,
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=3,
                                                 cu_seqlens_k_new=ends)),
         (ValueError, r"page_table\[0\] has pages \[1\], but there are 1",
-         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new, new, cache_seqlens=1,
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=1,
                                                 cu_seqlens_k_new=ends,
                                                 page_table=ends[None, 1:] - 1)),
         (ValueError, "max_seqlen_q is 1, but a sequence has 2",
@@ -344,32 +345,38 @@ new, ends = torch.randn(2, 2, 8), torch.tensor([0, 2], dtype=torch.int32)
         (ValueError, "k has batch size 1, but q's is 2",
          lambda: compat.flash_attn_func(q.expand(2, -1, -1, -1), q, q, qv=q.expand(2, -1, -1, -1))),
         (ValueError, "cache_batch_idx has -1, but page_table has 1 rows",
-         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, page_table=ends[None, :1],
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, page_table=ends[None, :1],
                                                 cache_batch_idx=ends[1:] - 3)),
         (TypeError, "k is float64, but q is float32",
-         lambda: compat.flash_attn_with_kvcache(new, k_cache, k_cache, new.double(), new.double(),
+         lambda: compat.flash_attn_with_kvcache(new, k_cache, v_cache, new.double(), new.double(),
                                                 cache_seqlens=1, cu_seqlens_q=ends,
                                                 cu_seqlens_k_new=ends)),
         (ValueError, "rotary_cos has 2 positions, but 3 are needed",
-         lambda: compat.flash_attn_with_kvcache(new, k_cache, k_cache, new, new, cache_seqlens=1,
+         lambda: compat.flash_attn_with_kvcache(new, k_cache, v_cache, new, new, cache_seqlens=1,
                                                 cu_seqlens_q=ends, cu_seqlens_k_new=ends,
                                                 rotary_cos=torch.ones(2, 4),
                                                 rotary_sin=torch.ones(2, 4))),
         (TypeError, "rotary_seqlens must be int32, got float32",
-         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new[None], new[None],
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, new[None], new[None],
                                                 rotary_cos=torch.ones(4, 4), cache_seqlens=1,
                                                 rotary_sin=torch.ones(4, 4),
                                                 rotary_seqlens=torch.ones(1))),
         (ValueError, "cache_leftpad is on meta, but q is on cpu",
-         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, attention_chunk=2,
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, attention_chunk=2,
                                                 cache_leftpad=ends[:1].to("meta"))),
         (ValueError, r"cu_seqlens_q must have shape \(B \+ 1,\), got \(0,\)",
-         lambda: compat.flash_attn_with_kvcache(new, k_cache, k_cache, cu_seqlens_q=ends[:0])),
+         lambda: compat.flash_attn_with_kvcache(new, k_cache, v_cache, cu_seqlens_q=ends[:0])),
         (ValueError, r"out_partial must have shape \(N, ..., Dv\), got \(\)",
          lambda: compat.flash_attn_combine(new.sum(), new.sum())),
         (ValueError, r"cu_seqlens_k_new must have shape \(2,\), got \(1,\)",
-         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new, new, cache_seqlens=1,
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=1,
                                                 cu_seqlens_k_new=ends[:1])),
+        (ValueError, "v_cache shares memory with k_cache, and both are written to",
+         lambda: compat.flash_attn_with_kvcache(new, k_cache, k_cache, new, new, cache_seqlens=1,
+                                                cu_seqlens_q=ends, cu_seqlens_k_new=ends)),
+        (ValueError, "value_cache is the first 8 features of key_cache, which is written to",
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new[None], new[None].clone(),
+                                                cache_seqlens=1)),
     ],
 )  # fmt: skip
 def test_errors(error, message, call):
@@ -397,9 +404,9 @@ def test_nothing_is_written_before_an_error(wrong):
         "cu_seqlens_k_new": ends, "page_table": zero, "max_seqlen_q": 2,
     }  # fmt: skip
     with pytest.raises((ValueError, TypeError)):
-        compat.flash_attn_with_kvcache(k_cache=pages, v_cache=pages, **arguments | wrong)
+        compat.flash_attn_with_kvcache(k_cache=pages, v_cache=2 * pages, **arguments | wrong)
     assert torch.equal(pages, kept)
-    compat.flash_attn_with_kvcache(k_cache=pages, v_cache=pages, **arguments)
+    compat.flash_attn_with_kvcache(k_cache=pages, v_cache=2 * pages, **arguments)
     assert not torch.equal(pages, kept)
 
 

@@ -76,6 +76,9 @@ FEATURES = {
     "ranges in fixed splits": {"ranges": True, "batch_invariant": True, "S": 1100, "lens": (1100,),
                                "B": 1, "D": 8, "Dv": 8},
     "shared value": {"shared": True, "D": 32, "Dv": 24, "Hkv": 1},
+    "append to a shared value": {
+        "shared": True, "D": 32, "Dv": 24, "Hkv": 1, "new": 3, "Sq": 3, "page_size": 8, "S": 40,
+    },
     "keys wider than a product": {"D": 288, "Dv": 256, "shared": True, "Hkv": 1, "S": 40},
 }  # fmt: skip
 

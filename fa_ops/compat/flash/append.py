@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import checks
+from fa_ops import checks, overlap
 from fa_ops.compat.flash.arguments import PACKED, has_shape, shape
 from fa_ops.compat.flash.cache import Caches
 from fa_ops.ops import library
@@ -57,6 +57,10 @@ def check_new(q: Tensor, caches: Caches, k: Tensor, v: Tensor, ends: Tensor, len
         checks.need(x.dtype == q.dtype, "{} is {}, but q is {}", name, x.dtype, q.dtype,
                     error=TypeError)  # fmt: skip
         has_shape(name, x, (k.shape[0], *cache.shape[2:]))
+    is_eager = library.route_of(caches.k, caches.v) is not library.Route.DISPATCH
+    if is_eager and library.is_strided(caches.k, caches.v):
+        checks.need(not overlap.share_memory(caches.k, caches.v),
+                    "v_cache shares memory with k_cache, and both are written to")  # fmt: skip
     checks.integers(k, "cu_seqlens_k_new", ends)
     has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,))
     checks.integers(k, "cache_seqlens", lens)

@@ -1,0 +1,155 @@
+"""The two caches of an append share no memory, unless the values are the first features of keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops import overlap, planning, written_caches
+
+B, Hkv, S, D, Sn = 2, 2, 12, 16, 2
+LENS = torch.tensor([0, 7], dtype=torch.int32)
+TABLE = torch.tensor([[3, 0, 5], [1, 4, 2]], dtype=torch.int32)  # pages of four keys
+
+
+def memory(is_paged: bool, width: int) -> torch.Tensor:
+    shape = (6, 4, Hkv, width) if is_paged else (B, Hkv, S, width)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def new(width: int = D) -> torch.Tensor:
+    return torch.randn(B, Hkv, Sn, width, generator=torch.Generator().manual_seed(width))
+
+
+def append(k, v, is_paged, operator=False, **changes):
+    given = {"key": new(k.shape[-1]), "value": new(v.shape[-1]).neg()} | changes
+    query = torch.ones(B, 4, Sn, k.shape[-1])
+    table = TABLE if is_paged else None
+    if operator:
+        key, value = given.pop("key"), given.pop("value")
+        of = torch.ops.fa.attention_with_kv_cache_append
+        return of(query, k, v, key, value, LENS, table, **given)[0]
+    return fa_ops.attention_with_kv_cache(query, k, v, LENS, table, **given)
+
+
+def pairs(is_paged: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Caches that share some of their bytes."""
+    x, wide = memory(is_paged, D), memory(is_paged, 3 * D)
+    flat = torch.zeros(2 * x.numel())
+    size = x.numel()
+    later = [flat[at : at + size].view(x.shape) for at in (0, size - 1)]
+    return {
+        "one tensor": (x, x),
+        "other features": (wide[..., : 2 * D], wide[..., D : 2 * D]),
+        "one number": (wide[..., : D + 1], wide[..., D:]),
+        "the last number": tuple(later),
+        "values before keys": tuple(reversed(later)),
+        "an alias": (x, x.view(torch.int32).view(torch.float32)),
+    }
+
+
+def apart(is_paged: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Caches of the same shapes that do not, and lie within each other's bounds."""
+    wide = memory(is_paged, 3 * D)
+    return {
+        "halves": (wide[..., :D], wide[..., D : 2 * D]),
+        "ends": (wide[..., 2 * D :], wide[..., :D]),
+        "own": (memory(is_paged, D), memory(is_paged, D)),
+    }
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("operator", [False, True], ids=["function", "operator"])
+def test_caches_that_share_memory_are_refused_before_anything_is_written(
+    is_paged, backend, operator
+):
+    for _ in range(2):  # the second time with plans
+        for name, (k, v) in pairs(is_paged).items():
+            before = k.clone(), v.clone()
+            with pytest.raises(ValueError, match="value.* shares memory|value must be the same"):
+                append(k, v, is_paged, operator, backend=backend)
+            assert torch.equal(k, before[0]) and torch.equal(v, before[1]), name
+        for k, v in apart(is_paged).values():
+            append(k, v, is_paged, operator, backend=backend)
+        assert planning._prepared
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
+def test_the_message_names_the_rule_and_what_to_pass(is_paged):
+    x, wide = memory(is_paged, D), memory(is_paged, 3 * D)
+    with pytest.raises(ValueError) as error:
+        append(wide[..., : 2 * D], wide[..., D : 2 * D], is_paged)
+    assert str(error.value) == (
+        "value_cache shares memory with key_cache, and both are written to: "
+        "only key_cache[..., :16] may"
+    )
+    with pytest.raises(ValueError) as error:
+        append(x, x, is_paged)
+    assert str(error.value) == (
+        "value_cache is the first 16 features of key_cache, which is written to: value must be "
+        "the same features of key, in the same memory: pass key[..., :16]"
+    )
+    angles = torch.zeros(S, 4)
+    rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    key = new()
+    with pytest.raises(ValueError, match="rotary_cos, which rotates keys alone, must be None"):
+        append(x, x, is_paged, key=key, value=key, **rotary)
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
+@pytest.mark.parametrize("width", [D, D // 2])
+def test_values_that_are_the_first_features_of_keys_are_written_once(is_paged, width):
+    """As to caches of their own."""
+    key, results = new(), []
+    for is_shared in (True, False, True):
+        k = memory(is_paged, D)
+        v = k[..., :width] if is_shared else k[..., :width].clone()
+        out = append(k, v, is_paged, key=key, value=key[..., :width])
+        results.append((out, k, v))
+    for of_shared, expected, again in zip(*results):
+        assert torch.equal(of_shared, expected) and torch.equal(again, expected)
+
+
+def test_scales_of_shared_caches_are_one_tensor():
+    cache = memory(False, D).to(torch.float8_e4m3fn)
+    query, key = torch.ones(B, 4, Sn, D).half(), new().half()
+    scale = torch.ones(B, Hkv)
+
+    def call(**scales):
+        return fa_ops.attention_with_kv_cache(
+            query, cache, cache, LENS, key=key, value=key, **scales
+        )
+
+    for scales in ({"k_scale": scale}, {"k_scale": scale, "v_scale": scale.clone()}):
+        with pytest.raises(ValueError, match="k_scale and v_scale must be the same tensor"):
+            call(**scales)
+    assert call(k_scale=scale, v_scale=scale).isfinite().all()
+    with pytest.raises(ValueError, match="k_scale and v_scale must be the same tensor"):
+        call(k_scale=scale, v_scale=scale.clone())
+
+
+def test_repeated_calls_over_caches_that_lie_apart_compare_addresses_alone(monkeypatch):
+    compared = []
+    share_memory = overlap.share_memory
+    monkeypatch.setattr(
+        overlap, "share_memory", lambda *of: compared.append(of) or share_memory(*of)
+    )
+    wide = memory(False, 2 * D)
+    check = written_caches.check_of(wide[..., :D], wide[..., D:])
+    for _ in range(3):
+        check(wide[..., :D], wide[..., D:], None)
+    assert len(compared) == 1
+    own = memory(False, D), memory(False, D)
+    written_caches.check_of(*own)(*own, None)
+    assert len(compared) == 1
+
+
+def test_empty_caches_share_nothing():
+    empty = torch.zeros(0, Hkv, S, D)
+    out = fa_ops.attention_with_kv_cache(
+        torch.zeros(0, 4, Sn, D), empty, torch.zeros(0, Hkv, S, D), LENS[:0],
+        key=torch.zeros(0, Hkv, Sn, D), value=torch.ones(0, Hkv, Sn, D),
+    )  # fmt: skip
+    assert out.shape == (0, 4, Sn, D)
