@@ -6,6 +6,7 @@ import enum
 import functools
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from operator import itemgetter
 
 import torch
 from torch import DispatchKeySet, Tag, Tensor
@@ -266,15 +267,27 @@ _dispatch_keys = torch._C._dispatch_keys
 
 
 def like(*tensors: Tensor | None) -> Callable[..., bool]:
-    """A test whether tensors have the types, keys, dtypes, devices, shapes and strides of these.
+    """A test whether as many others have the types, dtypes, devices, shapes and strides of these.
 
-    The keys are those that the dispatcher would see, with what modes and transforms add to them.
+    And the dispatch keys, with what modes and transforms add to them. There are two at least.
     """
     if TensorGuards is None:
         return lambda *others: False
     none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-    tests = [_is_none if t is None else TensorGuards(t, **none).check for t in tensors]
-    return lambda *others: all([test(t) for test, t in zip(tests, others)])
+    given = [i for i, t in enumerate(tensors) if t is not None]
+    if len({id(tensors[i]) for i in given}) < len(given):  # one test of all refuses a tensor twice
+        tests = [_is_none if t is None else TensorGuards(t, **none).check for t in tensors]
+        return lambda *others: all([test(t) for test, t in zip(tests, others)])
+    test, select = TensorGuards(*[tensors[i] for i in given], **none).check, itemgetter(*given)
+    absent = [i for i, t in enumerate(tensors) if t is None]
+
+    def are_like(*others: Tensor | None) -> bool:
+        for i in absent:
+            if others[i] is not None:
+                return False
+        return test(*select(others))  # which refuses None
+
+    return are_like
 
 
 def _is_none(t: Tensor | None) -> bool:
