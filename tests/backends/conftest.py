@@ -20,6 +20,7 @@ from fa_ops.backends.hopper import (
     launch,
     mla,
     packed,
+    packed_backward,
     quantize,
     quantized,
     quantized_packed,
@@ -30,6 +31,7 @@ from fa_ops.backends.hopper import (
 
 HOSTS = (launch, decode, mla, dense_forward, dense_backward, packed, split_kv, quantize)
 HOSTS += quantized, scaled, forward_combine, dequantize, quantized_packed, scaled_packed
+HOSTS += (packed_backward,)
 
 
 class Launched(NamedTuple):

@@ -10,6 +10,7 @@ import fa_ops
 from fa_ops import cache_checks, checks, dispatch, planning
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import decode, dense_forward, mla
+from fa_ops.backends.hopper.decode_configs import has_latent_dims
 from tests.backends.conftest import Driver
 
 BF16 = torch.bfloat16
@@ -23,7 +24,7 @@ def on_cpu(driver, monkeypatch):
     driver.struct_bytes = 576
 
     def cache_error(q, k, v, cache, spec):
-        own = mla if mla.has_dims(q, v) else decode
+        own = mla if has_latent_dims(q.shape[-1], v.shape[-1]) else decode
         return own.cache_error(q, k, v, cache, spec)
 
     monkeypatch.setattr(hopper, "cache_error", cache_error)

@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from fa_ops.backends.hopper.decode_configs import has_latent_dims
 from fa_ops.backends.hopper.problem import MAX_NARROW_DIM, head_dim_error, limit_error
 from fa_ops.call import (
     APPEND,
@@ -33,6 +34,7 @@ from fa_ops.call import (
     decoding,
 )
 from fa_ops.types import (
+    MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
     Cache,
     Gradients,
@@ -41,6 +43,7 @@ from fa_ops.types import (
     Spec,
     default_scale,
     is_decoding,
+    queries_of_kv_head,
 )
 
 _ALTERNATIVE = "the triton backend can run it"
@@ -108,35 +111,52 @@ def plan(call: Call) -> Plan:
 
 
 def _plan(call: Call) -> Plan:
-    """The same, whose kernels are compiled one after another."""
-    from fa_ops.backends.hopper import (
-        dense_backward,
-        dense_forward,
-        packed,
-        paged,
-        quantized,
-        quantized_packed,
-    )
+    """The same, whose kernels are compiled one after another.
 
+    Modules are imported where they are needed: reading the parameters of their kernels takes 20 ms.
+    """
+    if call.kind in (QUANTIZED, QUANTIZED_PACKED, PAGED):
+        return _rare_plan(call.kind)
     q, k, v, spec = call.query, call.key, call.value, call.spec
-    if call.kind == QUANTIZED:
-        return Plan("8-bit forward", quantized.prepare)
-    if call.kind == QUANTIZED_PACKED:
-        return Plan("8-bit forward", quantized_packed.prepare)
-    if call.kind == PAGED:
-        return Plan("forward", paged.prepare)
-    if call.kind == PACKED:
-        if call.saved is None:
-            return Plan("forward", packed.prepare)
-        return Plan("backward", packed.prepare_backward)
     if call.saved is not None:
-        return Plan("backward", dense_backward.prepare)
+        return _backward_plan(call.kind)
     if call.kind == CACHED:
         return _plan_of(_cache_module(q, k, v, call.cache))
+    if call.kind == PACKED:
+        from fa_ops.backends.hopper import packed
+
+        return Plan("forward", packed.prepare)
     module = _decoding_module(q, k, v, spec)
     if module is not None:
         return decoding(_plan_of(module))
+    from fa_ops.backends.hopper import dense_forward
+
     return Plan("forward", dense_forward.prepare)
+
+
+def _backward_plan(kind: str) -> Plan:
+    if kind == PACKED:
+        from fa_ops.backends.hopper import packed_backward
+
+        return Plan("backward", packed_backward.prepare)
+    from fa_ops.backends.hopper import dense_backward
+
+    return Plan("backward", dense_backward.prepare)
+
+
+def _rare_plan(kind: str) -> Plan:
+    """Of 8-bit products, and of packed queries over pages."""
+    if kind == QUANTIZED:
+        from fa_ops.backends.hopper import quantized
+
+        return Plan("8-bit forward", quantized.prepare)
+    if kind == QUANTIZED_PACKED:
+        from fa_ops.backends.hopper import quantized_packed
+
+        return Plan("8-bit forward", quantized_packed.prepare)
+    from fa_ops.backends.hopper import paged
+
+    return Plan("forward", paged.prepare)
 
 
 def _plan_of(module: ModuleType) -> Plan:
@@ -276,9 +296,9 @@ def varlen_backward(
     spec: Spec,
 ) -> Gradients:
     """Gradients of packed attention."""
-    from fa_ops.backends.hopper import packed
+    from fa_ops.backends.hopper import packed_backward
 
-    return packed.backward(grad_out, grad_lse, q, k, v, out, lse, packing, spec)
+    return packed_backward.backward(grad_out, grad_lse, q, k, v, out, lse, packing, spec)
 
 
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
@@ -297,8 +317,14 @@ def cache_forward(
 
 
 def _cache_module(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> ModuleType:
-    from fa_ops.backends.hopper import decode, mla, prefill
+    if has_latent_dims(q.shape[-1], v.shape[-1]):
+        from fa_ops.backends.hopper import mla
 
-    if mla.has_dims(q, v):
         return mla
-    return prefill if prefill.has_many_rows(q, k, cache) else decode
+    if queries_of_kv_head(q, k, cache) > MAX_DECODING_QUERIES:
+        from fa_ops.backends.hopper import prefill
+
+        return prefill
+    from fa_ops.backends.hopper import decode
+
+    return decode

@@ -120,3 +120,8 @@ def decode_config(
 def mla_config(page: int) -> MlaConfig:
     """The configuration of decoding over a latent cache."""
     return MlaConfig(min(page or 64, 64))
+
+
+def has_latent_dims(D: int, Dv: int) -> bool:
+    """Whether head dimensions are those of the kernel for latent caches."""
+    return (D, Dv) == (MlaConfig.head_dim, MlaConfig.value_dim)

@@ -100,13 +100,13 @@ class ParamsLayout:
 @functools.cache
 def struct_layout(header: str, name: str) -> ParamsLayout:
     """The layout of a struct that a header declares, its methods left out."""
-    return ParamsLayout(_struct_text((SOURCES / header).read_text(), name))
+    return ParamsLayout(_struct_text(_text(header), name))
 
 
 @functools.cache
 def kernel_layout(source: str, kernel: str) -> ParamsLayout:
     """The layout of a kernel's parameter list."""
-    text = (SOURCES / source).read_text()
+    text = _text(source)
     found = re.search(rf"\b{kernel}\(((?:const )?\w+\s?\*[^)]*)\)", text)
     return ParamsLayout(found[1].replace("\n", " ").replace(",", ";"))
 
@@ -139,16 +139,25 @@ def _layout_of(kind: str) -> tuple[str, int, int]:
 
 
 @functools.cache
+def _text(source: str) -> str:
+    return (SOURCES / source).read_text()
+
+
 def _declaring_header(name: str) -> str:
-    return next(
-        path.name
-        for path in sorted(SOURCES.iterdir())
-        if re.search(rf"^struct {name} \{{", path.read_text(), re.M)
-    )
+    return _headers_of_structs()[name]
+
+
+@functools.cache
+def _headers_of_structs() -> dict[str, str]:
+    """The header that declares each struct, by its name."""
+    found, declared = {}, re.compile(r"^struct (\w+) \{", re.M)
+    for path in SOURCES.glob("*.cuh"):
+        found |= dict.fromkeys(declared.findall(_text(path.name)), path.name)
+    return found
 
 
 @functools.cache
 def _constant(name: str) -> int:
     declared = re.compile(rf"constexpr int {name} = (\d+);")
-    found = (declared.search(path.read_text()) for path in SOURCES.glob("*_params.cuh"))
+    found = (declared.search(_text(path.name)) for path in SOURCES.glob("*_params.cuh"))
     return int(next(filter(None, found))[1])

@@ -34,11 +34,6 @@ _SCALARS, _STRIDES = _LAYOUT.packer("B", "scale_log2"), _LAYOUT.packer("q_stride
 _PARAMS = _LAYOUT.packer(packed=("B:scale_log2", "q_strides:k_strides"))
 
 
-def has_dims(q: Tensor, v: Tensor) -> bool:
-    """Whether the head dimensions are those of the kernel."""
-    return q.shape[-1] == HEAD_DIM and v.shape[-1] == VALUE_DIM
-
-
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
     """Why the kernel cannot attend such a cache, or None."""
     heads = k.shape[1] if cache.page_table is None else k.shape[2]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper import dense_backward, dense_forward
+from fa_ops.backends.hopper import dense_forward
 from fa_ops.backends.hopper.kernel_params import kernel_layout
 from fa_ops.backends.hopper.launch import (
     Params,
@@ -21,8 +21,8 @@ from fa_ops.backends.hopper.launch import (
     on_device,
 )
 from fa_ops.backends.hopper.problem import MISALIGNED, one_batch, tma_aligned, window_sides
-from fa_ops.call import PACKED, Call, PackedTensors, Run, Saved, general
-from fa_ops.types import DenseTensors, Gradients, Packing, Spec, rows_are_aligned
+from fa_ops.call import PACKED, Call, PackedTensors, Run, general
+from fa_ops.types import DenseTensors, Packing, Spec, rows_are_aligned
 
 _THREADS = 256
 _PARAMS = kernel_layout("packed.cu", "packed_ranges")
@@ -61,61 +61,8 @@ def _prepare_forward(call: Call) -> Run:
                 dense = dense_forward.as_kernel_inputs(dense)
             out, lse = plan.run(q, k, v, with_lse, dense, cu_seqlens=ends)
         if has_sinks and with_lse:  # tokens outside every sequence have no sink
-            lse.masked_fill_(_outside_sequences(len(q), tensors.cu_seqlens_q), float("-inf"))
+            lse.masked_fill_(outside_sequences(len(q), tensors.cu_seqlens_q), float("-inf"))
         return out, lse
-
-    return run
-
-
-def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, packing: Packing, spec: Spec,
-) -> Gradients:  # fmt: skip
-    """All gradients of a packed call."""
-    like = q, k, v
-    q, k, v, grad_out, out = map(tma_aligned, (q, k, v, grad_out, out))
-    call = Call(PACKED, q, k, v, spec, packing, saved=Saved(grad_out, grad_lse, out, lse))
-    run = _prepare_backward(call, tuple(map(dense_backward.written_strides, like)))
-    grads = run(grad_out, grad_lse, q, k, v, out, lse, call.tensors)
-    dq, dk, dv = dense_backward.laid_out_like(like, grads[:3])
-    return grads._replace(query=dq, key=dk, value=dv)
-
-
-def prepare_backward(call: Call) -> Run:
-    """What runs backward passes of packed calls with the geometry of this one."""
-    if dense_backward.needs_copies(call):
-        return general("backward", backward).prepare(call)
-    return _prepare_backward(call, (call.query.stride(), call.key.stride(), call.value.stride()))
-
-
-def _prepare_backward(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> Run:
-    """The same for tensors that TMA can read, with these strides of the gradients."""
-    q, k, v, saved = call.query, call.key, call.value, call.saved
-    ranges, options = SequenceRanges(call), call.without_tensors()
-    device, has_sinks = q.device.index, call.spec.sinks is not None
-    plan = dense_backward.plan_of(
-        tuple(map(one_batch, (q, k, v, saved.grad_out, saved.out))),
-        tuple(
-            (len(t[0]) * heads, heads, tokens, last)
-            for t, (tokens, heads, last) in zip((q, k, v), grad_strides)
-        ),
-        ranges.spec,
-        ranges.spec.key_ranges,
-        sequences=ranges.sequences,
-    )
-
-    def run(grad_out, grad_lse, q, k, v, out, lse, tensors: PackedTensors) -> Gradients:
-        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
-        if (addresses | out.data_ptr()) & MISALIGNED:
-            return backward(grad_out, grad_lse, q, k, v, out, lse, *options.arguments_with(tensors))
-        outside = _outside_sequences(len(q), tensors.cu_seqlens_q) if has_sinks else None
-        with on_device(device):
-            dense, ends = ranges.write(tensors, current_stream(device))
-            *grads, _, workspace = plan.run(
-                grad_out, q, k, v, out, lse, grad_lse, dense, cu_seqlens=ends
-            )
-        dsinks = dense_backward.sink_gradient(tensors.sinks, lse, plan, workspace, outside)
-        return Gradients(*grads, None, dsinks)
 
     return run
 
@@ -151,7 +98,7 @@ class SequenceRanges(PreparedLaunch):
         return DenseTensors(None, None, sinks, None, ranges, seed), ends
 
 
-def _outside_sequences(tokens: int, ends: Tensor) -> Tensor:
+def outside_sequences(tokens: int, ends: Tensor) -> Tensor:
     """bool (tokens,): before the first sequence or after the last."""
     at = torch.arange(tokens, device=ends.device)
     return (at < ends[0]) | (at >= ends.max())

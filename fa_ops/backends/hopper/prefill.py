@@ -12,12 +12,7 @@ from fa_ops.backends.hopper import decode, dense_forward, dequantize
 from fa_ops.backends.hopper.configs import padded
 from fa_ops.backends.hopper.problem import MISALIGNED, tma_aligned
 from fa_ops.call import CACHED, CacheTensors, Call, Run, general
-from fa_ops.types import Cache, DenseTensors, Spec, queries_of_kv_head
-
-
-def has_many_rows(q: Tensor, k: Tensor, cache: Cache) -> bool:
-    """Whether there are more queries of a kv head than `decode` attends."""
-    return queries_of_kv_head(q, k, cache) > decode.MAX_ROWS
+from fa_ops.types import Cache, DenseTensors, Spec
 
 
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
