@@ -49,8 +49,9 @@ def cast_cached(
     """query and new keys in the dtype of the cache, which is written in place."""
     if key_cache.dtype.itemsize > 1:  # fp8 has no arithmetic of its own
         dtype = key_cache.dtype
-    new = _cast(tensors.key, dtype), _cast(tensors.value, dtype)
-    tensors = tensors._replace(key=new[0], value=new[1])
+    if tensors.key is not None:
+        new = _cast(tensors.key, dtype), _cast(tensors.value, dtype)
+        tensors = tensors._replace(key=new[0], value=new[1])
     return _cast(query, dtype), key_cache, value_cache, tensors
 
 

@@ -121,7 +121,7 @@ CALLS = {
     "cached": (cached(), 13),
     "recorded under autocast": (attention(requires_grad=True), 21),
     "packed under autocast": (packed(requires_grad=True), 42),
-    "cached under autocast": (cached(), 19),
+    "cached under autocast": (cached(), 20),
 }
 
 
