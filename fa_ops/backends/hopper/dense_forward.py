@@ -18,6 +18,7 @@ from fa_ops.backends.hopper.configs import Config, WideConfig, forward_config
 from fa_ops.backends.hopper.forward_combine import Combine
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
+    Kernel,
     Params,
     TensorMap,
     address,
@@ -233,11 +234,7 @@ class ForwardPlan:
         (heads, Sq, splits), per_tile = sizes, config.tile_queries
         m_blocks = -(-Sq // per_tile)
         tiles = heads // config.packed_heads * m_blocks * splits
-        defines = kernel_defines(config, **features)
-        found = kernel(
-            config.kernel, config.kernel, self.device, config.threads, defines["SHARED_BYTES"],
-            tuple(defines.items()),
-        )  # fmt: skip
+        found = _kernel_of(config, self.device, **features)
         if isinstance(config, WideConfig):
             return found, (2 * tiles, 1), False, m_blocks, tiles
         ctas = processors(self.device) * config.ctas
@@ -382,6 +379,14 @@ def kernel_defines(
         "HAS_DROPOUT": int(dropout),
         "SPLITS_KEYS": int(splits),
     }
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel_of(config: Config | WideConfig, device: int, **features) -> Kernel:
+    """The kernel of a configuration; `features` are the arguments of `kernel_defines`."""
+    defines = kernel_defines(config, **features)
+    shared, macros = defines["SHARED_BYTES"], tuple(defines.items())
+    return kernel(config.kernel, config.kernel, device, config.threads, shared, macros)
 
 
 _plan = functools.lru_cache(maxsize=1024)(ForwardPlan)
