@@ -9,6 +9,7 @@ from compile_passes.graph.axes import Axis, Dims, Group, broadcast_dims, is_one,
 from compile_passes.graph.constants import constant_value, round_to
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.match.match_state import Leaf, Tracked
+from compile_passes.match.products import letters
 from compile_passes.report import Refused
 
 
@@ -49,6 +50,22 @@ def reduced(value: Value, dims: Dims, reason: str) -> tuple[Group, Dims]:
     if not value.args.get("keepdim"):
         del result[dim]
     return axes, tuple(result)
+
+
+def summed_by_einsum(value: Value, dims: Dims) -> tuple[Group, Dims]:
+    """`reduced` of an einsum of one operand."""
+    equation, operands = value.args.get("equation"), value.args.get("operands", ())
+    terms = equation.replace(" ", "").split("->") if isinstance(equation, str) else []
+    reason = "their exponentials are not summed over one dimension"
+    if len(operands) != 1 or len(terms) != 2:
+        raise Refused(reason)
+    names, kept = letters(terms[0], len(dims)), letters(terms[1], len(dims) - 1)
+    groups = dict(zip(names, resolve_dims(dims), strict=True))
+    summed = groups.keys() - set(kept)
+    if len(groups) < len(dims) or len(summed) != 1 or not groups.keys() >= set(kept):
+        raise Refused(reason)
+    (name,) = summed
+    return groups[name], tuple(groups[x] for x in kept)
 
 
 def without_inversion(mask: object, when: bool = True) -> tuple[object, bool]:

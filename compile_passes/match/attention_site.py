@@ -92,6 +92,8 @@ def attention_site(core: Core, lses: Sequence[RowStatistic] = ()) -> AttentionSi
     q, k, v = (Leaf(*layout.undo_layout(x.value, x.dims, dtype, core.out)) for x in (q, k, core.v))
     _check_dtypes(core, (q, k, v))
     queries, keys = resolve(queries), resolve(keys)
+    if (k.axes() - set(keys) - set(resolve(scores.summed))) - q.axes() - v.axes():
+        raise Refused("each query has keys of its own, but all have the same values")
     batch = [a for a in all_axes(core.weights.dims) if a not in queries and a not in keys]
     shared = [a for a in batch if a not in k.axes() and a not in v.axes()]
     sink = scores.sink.axes() if scores.sink else set()

@@ -187,11 +187,12 @@ class ShiftExp(Tracked):
 
 @dataclasses.dataclass(frozen=True)
 class ExpSum(Tracked):
-    """The sum of ScoreExps over the keys, and of a sink of 0 if `zero_sink`."""
+    """The sum of ScoreExps over the keys, and of a sink of 0 if `zero_sink`, over a number."""
 
     exps: ScoreExps
     keys: Group
     zero_sink: bool = False
+    divisor: float = 1.0  # the number of keys where it is their mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,12 +204,13 @@ class InverseExpSum(Tracked):
 
 @dataclasses.dataclass(frozen=True)
 class UnnormalizedOutput(Tracked):
-    """ScoreExps times the value, not yet divided by their ExpSum."""
+    """ScoreExps times the value and `gain`, not yet divided by their ExpSum."""
 
     exps: ScoreExps
     keys: Group
     v: Leaf
     features: Group
+    gain: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ from compile_passes.match.match_state import (
     Tracked,
     UnnormalizedOutput,
 )
-from compile_passes.match.products import Contraction, Labels, contraction
+from compile_passes.match.products import Addition, Contraction, Labels, addition, contraction
 from compile_passes.report import Refused
 
 NO_SCORES = "its input is not the product of a query and a key"
@@ -98,7 +98,8 @@ class Matcher:
 
     def _transfer(self, value: Value) -> State | None:
         product = contraction(value)
-        if product is not None:
+        masked = product and [self.states.get(x) for x in product.through]
+        if product is not None and not any(isinstance(x, ScoreExps) for x in masked):
             return self._product(value, product)
         name, state = self._tracked_argument(value)
         if state is not None and self._guard(value) is state:  # the weights follow
@@ -158,8 +159,10 @@ class Matcher:
         self, value: Value, state: Tracked, name: str, x: object, operand_state: State | None
     ) -> State | None:
         """The effect of an operation on exponentials of scores, their sum or their product."""
-        if isinstance(state, ScoreExps) and value.op in ("sum", "norm"):
+        if isinstance(state, ScoreExps) and value.op in ("sum", "mean", "norm", "einsum"):
             return softmax_rules.sum_of_exps(value, state)
+        if isinstance(state, ScoreExps) and softmax_rules.hides_exps(value, name):
+            return softmax_rules.hidden_exps(value, state, name)
         if isinstance(state, ScoreExps) and value.op == "normalize":
             return self._normalised(value, state, softmax_rules.normalize(value, state))
         if isinstance(state, ShiftExp) and isinstance(operand_state, ExpSum):
@@ -174,6 +177,8 @@ class Matcher:
                 raise Refused("they are divided by something")
             found = softmax_rules.normalised(value, state, operand_state)
             return self._normalised(value, state, found)
+        if isinstance(state, UnnormalizedOutput) and constant_value(x) and name == "input":
+            return softmax_rules.scaled_output(value, state, float(constant_value(x)))
         raise Refused(f"{raw_name(value.node)} is applied to their exponentials")
 
     def _normalised(
@@ -191,7 +196,8 @@ class Matcher:
         """The name and state of the first argument that is tracked; a mismatch counts last."""
         found: tuple[str, State | None] = ("", None)
         for name, given in value.args.items():
-            for x in given if name == "tensors" and isinstance(given, (tuple, list)) else (given,):
+            several = name in ("tensors", "operands") and isinstance(given, (tuple, list))
+            for x in given if several else (given,):
                 state = self.states.get(x) if isinstance(x, Value) else None
                 if state is not None and (found[1] is None or isinstance(found[1], Mismatch)):
                     found = name, state
@@ -200,7 +206,7 @@ class Matcher:
     def _product(self, value: Value, c: Contraction) -> State | None:
         a, b = (self.states.get(x) for x in (c.a, c.b))
         for state in (a, b):
-            if isinstance(state, Mismatch) and state.size_one_softmax:
+            if isinstance(state, Mismatch) and state.size_one_softmax and not c.through:
                 self.misses.setdefault(state.size_one_softmax, state.reason)
             if isinstance(state, Mismatch) and state.exp:
                 self._exponentials.multiplied.add(state.exp)
@@ -214,7 +220,8 @@ class Matcher:
             except Refused as refusal:
                 return _mismatch(value, state, refusal)
         scores = _new_scores(value, c)
-        return _baddbmm(value, scores) if scores and value.op == "baddbmm" else scores
+        added = addition(value)
+        return _with_addition(value, scores, added) if scores and added else scores
 
     def _softmax(self, value: Value, state: State | None) -> State | None:
         self.softmaxes.append(value)
@@ -258,7 +265,8 @@ class Matcher:
     def _value_product(
         self, value: Value, c: Contraction, state: MatchedWeights | ScoreExps, right: bool
     ) -> State | None:
-        if value.op == "baddbmm" and not _adds_nothing(value):
+        added = addition(value)
+        if added and (added.coefficient, added.factor) != (0, 1):
             raise Refused("a tensor is added to their product with the value, or it is scaled")
         labels, v, v_labels = c.a_labels, c.b, c.b_labels
         if right:
@@ -277,11 +285,14 @@ class Matcher:
         features = tuple(axis for x in new for axis in axes[x])
         leaf, dims = Leaf(v, _dims(v_labels, axes)), _dims(c.out_labels, axes)
         if isinstance(state, ScoreExps):
+            path = (*state.path, *c.through, value)
+            if constant_value(v) == 1:
+                return softmax_rules.sum_by_ones(state, path, tuple(keys), dims, features)
             self._exponentials.multiplied.add(state.exp)
-            path = (*state.path, value)
             return UnnormalizedOutput(dims, path, state, tuple(keys), leaf, features)
         if state.scores.sink and state.keys != state.scores.keys_without_sink:
             raise Refused("the column of the sink is not removed from them")
+        state = dataclasses.replace(state, path=(*state.path, *c.through))
         self.cores.append(Core(state, leaf, features, dims, value))
         return None
 
@@ -363,22 +374,17 @@ def _new_scores(value: Value, c: Contraction) -> MatchedScores | None:
     return MatchedScores(out, (value,), a, b, summed, value, out)
 
 
-def _adds_nothing(value: Value) -> bool:
-    """Whether a baddbmm is the product alone."""
-    alpha, beta = (constant_value(value.args.get(x, 1)) for x in ("alpha", "beta"))
-    return alpha == 1 and beta == 0
-
-
-def _baddbmm(value: Value, scores: MatchedScores) -> State | None:
-    """beta * input + alpha * product"""
-    alpha, beta = (constant_value(value.args.get(x, 1)) for x in ("alpha", "beta"))
-    if alpha is None or beta is None:
+def _with_addition(value: Value, scores: MatchedScores, added: Addition) -> State | None:
+    """The scores with what the node of their product adds to them."""
+    term, coefficient, factor = added
+    if coefficient is None or factor is None:
         return None
-    scores = dataclasses.replace(scores, scale=float(alpha))
-    if beta == 0:
+    scores = dataclasses.replace(scores, scale=float(factor))
+    if coefficient == 0:
         return scores
     try:
-        leaf, dims = align(value, scores, value.args["input"])
+        leaf, dims = align(value, scores, term)
     except Refused:
         return None
-    return dataclasses.replace(scores, dims=dims, terms=(BiasTerm(leaf, value.dtype, float(beta)),))
+    bias = BiasTerm(leaf, value.dtype, float(coefficient))
+    return dataclasses.replace(scores, dims=dims, terms=(bias,))

@@ -1,11 +1,15 @@
-"""Products of two tensors as labelled contractions: matmul, bmm, mm, baddbmm, einsum."""
+"""Products of two tensors as labelled contractions: matmul, einsum, linear, a sum of a product."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import nn
+
 from compile_passes.graph.axes import Size, is_one
+from compile_passes.graph.constants import constant_value
 from compile_passes.graph.ir import Value, is_tensor
+from compile_passes.graph.vocabulary import LAYOUT
 
 Labels = tuple[str | None, ...]
 
@@ -21,6 +25,7 @@ class Contraction(NamedTuple):
     b_labels: Labels
     out_labels: Labels
     sizes: dict[str, Size]
+    through: tuple[Value, ...] = ()  # the node that multiplied, if the summing one did not
 
     @property
     def summed(self) -> tuple[str, ...]:
@@ -33,23 +38,107 @@ def contraction(value: Value) -> Contraction | None:
     """The contraction that a node computes, or None."""
     if value.writes:
         return None
-    if value.op == "matmul":
-        return _matmul(value.args.get("input"), value.args.get("other"))
-    if value.op == "baddbmm":
-        return _matmul(value.args.get("batch1"), value.args.get("batch2"))
     if value.op == "einsum":
         return _einsum(value)
+    if value.op == "sum":
+        return _sum_of_product(value)
+    a, b = (value.args.get(name) for name in _OPERANDS.get(value.op, ("", "")))
+    if not (is_tensor(a) and is_tensor(b) and len(a.shape) and len(b.shape)):
+        return None
+    if value.op == "tensordot":
+        return _tensordot(a, b, value.args.get("dims", 2))
+    if value.op in ("linear", "inner"):
+        return None if value.op == "linear" and _is_parameter(b) else _inner(a, b)
+    return _matmul(a, b, value.op == "addbmm")
+
+
+_OPERANDS = {
+    **dict.fromkeys(("matmul", "linear", "inner", "tensordot"), ("input", "other")),
+    **dict.fromkeys(("baddbmm", "addbmm"), ("batch1", "batch2")),
+    "addmm": ("mat1", "other"),
+}
+
+
+class Addition(NamedTuple):
+    """factor * (the product) + coefficient * term"""
+
+    term: object
+    coefficient: float | None  # None: not a number
+    factor: float | None
+
+
+def addition(value: Value) -> Addition | None:
+    """What is added to a product by the node that computes it, or None if nothing is."""
+    if value.op == "linear" and value.args.get("bias") is not None:
+        return Addition(value.args["bias"], 1.0, 1.0)
+    if value.op in ("baddbmm", "addmm", "addbmm"):
+        numbers = (constant_value(value.args.get(x, 1)) for x in ("beta", "alpha"))
+        return Addition(value.args["input"], *numbers)
     return None
 
 
-def _matmul(a: object, b: object) -> Contraction | None:
-    if not (is_tensor(a) and is_tensor(b)) or len(a.shape) < 2 or len(b.shape) < 2:
+def _is_parameter(x: Value) -> bool:
+    """Whether a tensor is a layer's weight, whose product with the input is no scores."""
+    while x.op in LAYOUT and is_tensor(x.args.get("input")):
+        x = x.args["input"]
+    return x.node.op == "get_attr" or isinstance(x.tensor, nn.Parameter)
+
+
+def _matmul(a: Value, b: Value, over_batch: bool = False) -> Contraction | None:
+    """A product of matrices, of which either may be a vector; `over_batch`: summed over them."""
+    names = [f"batch{i}" for i in range(max(len(a.shape), len(b.shape), 2) - 2)]
+    la = (*names, "row", "inner")[-len(a.shape) :]
+    lb = (*names, "inner", "column")[-len(b.shape) :] if len(b.shape) > 1 else ("inner",)
+    rows, columns = la[-2:-1], lb[-1:] if len(lb) > 1 else ()
+    return _checked(a, b, la, lb, (*([] if over_batch else names), *rows, *columns))
+
+
+def _inner(a: Value, b: Value) -> Contraction | None:
+    """A sum over the last dimension of both."""
+    rows = [f"row{i}" for i in range(len(a.shape) - 1)]
+    columns = [f"column{i}" for i in range(len(b.shape) - 1)]
+    return _checked(a, b, (*rows, "inner"), (*columns, "inner"), (*rows, *columns))
+
+
+def _tensordot(a: Value, b: Value, dims: object) -> Contraction | None:
+    """A sum over the given dimensions of both, or over so many: the last of a, the first of b."""
+    rank = len(a.shape)
+    if isinstance(dims, int):
+        dims = range(rank - dims, rank), range(dims)
+    if not isinstance(dims, (tuple, list)) or len(dims) != 2 or len(dims[0]) != len(dims[1]):
         return None
-    rank = max(len(a.shape), len(b.shape)) - 2
-    batch = [f"batch{i}" for i in range(rank)]
-    la = (*batch[rank - len(a.shape) + 2 :], "row", "inner")
-    lb = (*batch[rank - len(b.shape) + 2 :], "inner", "column")
-    return _checked(a, b, la, lb, (*batch, "row", "column"))
+    la = [f"row{i}" for i in range(rank)]
+    lb = [f"column{i}" for i in range(len(b.shape))]
+    for i, (m, n) in enumerate(zip(*dims)):
+        la[m] = lb[n] = f"inner{i}"
+    out = [x for x in (*la, *lb) if not x.startswith("inner")]
+    return _checked(a, b, tuple(la), tuple(lb), tuple(out))
+
+
+def _sum_of_product(value: Value) -> Contraction | None:
+    """(a * b).sum(dims) of tensors that were broadcast against each other."""
+    product, dims = value.args.get("input"), value.args.get("dim")
+    if not isinstance(product, Value) or product.op != "mul" or product.writes:
+        return None
+    a, b = (product.args.get(name) for name in ("input", "other"))
+    dims = (dims,) if isinstance(dims, int) else dims
+    if not (is_tensor(a) and is_tensor(b) and isinstance(dims, (tuple, list)) and dims):
+        return None
+    if product.dtype != value.dtype or not a.dtype == b.dtype == value.dtype:
+        return None
+    rank = len(product.shape)
+    names = [f"dim{i}" for i in range(rank)]
+    summed = {names[dim] for dim in dims}
+    keepdim = bool(value.args.get("keepdim"))
+    la, lb = (names[rank - len(x.shape) :] for x in (a, b))
+    made = _checked(a, b, tuple(la), tuple(lb), tuple(x for x in names if x not in summed))
+    if made is None or set(made.a_labels) == set(made.b_labels):
+        return None  # no outer product
+    if keepdim:
+        kept = iter(made.out_labels)
+        labels = tuple(None if x in summed else next(kept) for x in names)
+        made = made._replace(out_labels=labels)
+    return made._replace(through=(product,))
 
 
 def _einsum(value: Value) -> Contraction | None:
@@ -65,15 +154,15 @@ def _einsum(value: Value) -> Contraction | None:
     terms = left.split(",")
     if len(terms) != 2:
         return None
-    la, lb = (_letters(t, len(x.shape), equation) for t, x in zip(terms, operands, strict=True))
+    la, lb = (letters(t, len(x.shape)) for t, x in zip(terms, operands, strict=True))
     rank = max(sum(x.startswith(".") for x in labels) for labels in (la, lb))
-    lo = _letters(out, len(out.replace("...", "")) + rank, equation)
+    lo = letters(out, len(out.replace("...", "")) + rank)
     if len(set(la)) < len(la) or len(set(lb)) < len(lb):
         return None  # the diagonal of an operand
     return _checked(*operands, la, lb, lo)
 
 
-def _letters(term: str, rank: int, equation: str) -> tuple[str, ...]:
+def letters(term: str, rank: int) -> tuple[str, ...]:
     """One label for each dimension; those of an ellipsis are ..., ".1", ".0"."""
     if "..." not in term:
         return tuple(term)

@@ -10,15 +10,22 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from compile_passes.graph.axes import Dims, Group, is_one, resolve, resolve_dims
+from compile_passes.graph.axes import Axis, Dims, Group, is_one, resolve, resolve_dims
 from compile_passes.graph.constants import constant_value, guarded_constant
 from compile_passes.graph.ir import Value
 from compile_passes.graph.layout import EXPANDED
 from compile_passes.graph.vocabulary import raw_name
-from compile_passes.match.alignment import reduced
+from compile_passes.match.alignment import (
+    align,
+    other_operand,
+    reduced,
+    summed_by_einsum,
+    without_inversion,
+)
 from compile_passes.match.match_state import (
     Core,
     ExpSum,
+    FillTerm,
     InverseExpSum,
     LogWeights,
     MatchedScores,
@@ -30,6 +37,7 @@ from compile_passes.match.match_state import (
     UnnormalizedOutput,
 )
 from compile_passes.match.score_rules import scaled
+from compile_passes.match.zero_one import is_zero_or_one, without_cast
 from compile_passes.report import Refused
 
 NOT_KEYS = "the softmax runs over a batch or head dimension, or over several, not over the keys"
@@ -90,11 +98,65 @@ def exponentials(value: Value, s: MatchedScores, base: float) -> State:
 
 
 def sum_of_exps(value: Value, e: ScoreExps) -> State:
-    """exps.sum(keys), or their norm with p = 1, as none is negative."""
+    """exps.sum(keys), their mean, or their norm with p = 1, as none is negative."""
     if value.op == "norm" and constant_value(value.args.get("p")) != 1:
         raise Refused("their exponentials are divided by another norm than their sum")
-    keys, dims = reduced(value, e.dims, "their exponentials are not summed over one dimension")
-    return ExpSum(dims, (*e.path, value), e, keys)
+    if value.op == "einsum":
+        keys, dims = summed_by_einsum(value, e.dims)
+    else:
+        reason = "their exponentials are not summed over one dimension"
+        keys, dims = reduced(value, e.dims, reason)
+    divisor = 1
+    for axis in resolve(keys) if value.op == "mean" else ():
+        if type(axis.size) is not int:
+            raise Refused(
+                "their exponentials are divided by a mean over a number of keys that varies"
+            )
+        divisor *= axis.size
+    return ExpSum(dims, (*e.path, value), e, keys, divisor=float(divisor))
+
+
+def sum_by_ones(
+    e: ScoreExps, path: tuple[Value, ...], keys: Group, dims: Dims, columns: Group
+) -> ExpSum:
+    """exps @ ones: their sum, repeated along the columns of the ones."""
+    repeated = [tuple(Axis(a.size, EXPANDED) if a in columns else a for a in g) for g in dims]
+    return ExpSum(tuple(repeated), path, e, keys)
+
+
+def hides_exps(value: Value, name: str) -> bool:
+    """Whether exponentials may become 0 where a mask hides their keys."""
+    if value.op == "mul":
+        return is_zero_or_one(other_operand(value, name))
+    return value.op in ("masked_fill", "where")
+
+
+def hidden_exps(value: Value, e: ScoreExps, name: str) -> ScoreExps:
+    """exps * mask, and exps that are filled with 0: their scores are -inf there."""
+    if value.op == "mul":
+        mask, when = other_operand(value, name), False
+    elif value.op == "masked_fill":
+        mask, when = value.args.get("mask"), True
+    else:
+        mask, when = value.args.get("condition"), name != "input"
+    fill = value.args.get("value") if value.op == "masked_fill" else other_operand(value, name)
+    if name in ("mask", "condition") or (value.op != "mul" and constant_value(fill) != 0):
+        raise Refused("their exponentials are masked by something else than 0")
+    if constant_value(mask) is not None:
+        raise Refused("all of their exponentials are multiplied by a number, or replaced")
+    mask, when = without_inversion(mask, when)
+    leaf, dims = align(value, e, mask)
+    term = FillTerm(without_cast(leaf), when, -math.inf, value.dtype)
+    scores = dataclasses.replace(e.scores, terms=(*e.scores.terms, term))
+    return e.extend(value, dims=dims, scores=scores)
+
+
+def scaled_output(value: Value, output: UnnormalizedOutput, number: float) -> UnnormalizedOutput:
+    """(exps @ v) times a number, or divided by it"""
+    if value.op not in ("mul", "div") or value.args.get("rounding_mode"):
+        raise Refused(f"{raw_name(value.node)} is applied to their product with the value")
+    gain = output.gain * number if value.op == "mul" else output.gain / number
+    return output.extend(value, gain=gain)
 
 
 def normalize(value: Value, e: ScoreExps) -> MatchedWeights:
@@ -128,9 +190,12 @@ def sum_rule(value: Value, t: ExpSum, name: str, x: object) -> State:
     if value.op in ("clamp", "clamp_min"):
         if value.args.get("max") is not None:
             raise Refused("the sum of their exponentials is clamped")
-        _check_lower_bound(t.exps.scores, guarded_constant(value.args.get("min", x)))
+        bound = guarded_constant(value.args.get("min", x))
+        _check_lower_bound(t.exps.scores, None if bound is None else bound * t.divisor)
         return t.extend(value)
-    if value.op == "log" and not t.zero_sink:
+    if value.op in ("mul", "div") and not (value.op == "div" and name != "input"):
+        return _multiple_of_sum(value, t, x)
+    if value.op == "log" and not t.zero_sink and t.divisor == 1:
         return RowStatistic(t.dims, (*t.path, value), t.exps.scores, t.keys, lse=True)
     inverse = value.op == "reciprocal" or (value.op, constant_value(x)) == ("pow", -1)
     over_sum = value.op == "div" and name == "other" and constant_value(x) == 1
@@ -139,11 +204,20 @@ def sum_rule(value: Value, t: ExpSum, name: str, x: object) -> State:
     return add_sink(value, t, x)
 
 
+def _multiple_of_sum(value: Value, t: ExpSum, x: object) -> ExpSum:
+    """exp_sum times a number, or divided by it"""
+    number = constant_value(x)
+    if not number or number < 0 or t.zero_sink or value.args.get("rounding_mode"):
+        raise Refused("the sum of their exponentials is multiplied by something")
+    divisor = t.divisor / number if value.op == "mul" else t.divisor * number
+    return t.extend(value, divisor=divisor)
+
+
 def add_sink(value: Value, t: ExpSum, x: object) -> State:
     """exp_sum + exp(-shift), or exp_sum + 1 where nothing was subtracted"""
     if value.op != "add":
         raise Refused(f"{raw_name(value.node)} is applied to the sum of their exponentials")
-    if t.zero_sink:
+    if t.zero_sink or t.divisor != 1:
         raise Refused("something is added to the sum of their exponentials")
     s = t.exps.scores
     if isinstance(x, ShiftExp) and s.shift and x.row.path[:-1] == s.shift.path:
@@ -179,7 +253,9 @@ def _divided(value: Value, e: ScoreExps, t: ExpSum) -> MatchedWeights:
         raise Refused("their exponentials are divided by another sum")
     check_over_keys(e.scores, t.keys)
     path = tuple(dict.fromkeys((*e.path, *t.path, value)))
-    return MatchedWeights(e.dims, path, e.scores, value, t.keys, zero_sink=t.zero_sink)
+    return MatchedWeights(
+        e.dims, path, e.scores, value, t.keys, gain=t.divisor, zero_sink=t.zero_sink
+    )
 
 
 def _divided_output(value: Value, output: UnnormalizedOutput, t: ExpSum) -> Core:
@@ -194,6 +270,7 @@ def _divided_output(value: Value, output: UnnormalizedOutput, t: ExpSum) -> Core
     check_over_keys(output.exps.scores, t.keys)
     path = tuple(dict.fromkeys((*output.path, *t.path)))
     weights = MatchedWeights(
-        output.exps.dims, path, output.exps.scores, value, t.keys, zero_sink=t.zero_sink
-    )
+        output.exps.dims, path, output.exps.scores, value, t.keys, gain=output.gain * t.divisor,
+        zero_sink=t.zero_sink,
+    )  # fmt: skip
     return Core(weights, output.v, output.features, output.dims, value)
