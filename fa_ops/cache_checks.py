@@ -22,6 +22,7 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool
 
     `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
+    checks.given(query=q, key_cache=k, value_cache=v, kv_lens=spec.kv_lens)
     dims = "(B, Hkv, S, D)" if cache.page_table is None else "(pages, page_size, Hkv, D)"
     for name, t, layout in (
         ("query", q, "(B, H, S, D)"), ("key_cache", k, dims), ("value_cache", v, dims)
@@ -115,8 +116,9 @@ def _page_shapes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str]) -> Non
 def _new(q: Tensor, v: Tensor, cache: Cache, B, Hkv) -> None:
     """The new keys and values."""
     key, value = cache.key, cache.value
-    if key is None:
+    if key is None and value is None:
         return
+    checks.given(key=key, value=value)
     Sn = key.shape[2] if key.dim() == 4 else -1
     for name, t, width in (("key", key, q.shape[3]), ("value", value, v.shape[3])):
         need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)

@@ -35,6 +35,13 @@ def need(ok: bool | torch.SymBool, message: str, *values: object, error: type = 
     check(ok, lambda: message.format(*(_plain(v) for v in values)))
 
 
+def given(**tensors: Tensor | None) -> None:
+    """Raise TypeError for a tensor that is None, which operators take for every tensor."""
+    for name, t in tensors.items():
+        if t is None:
+            need(False, "{} must be a Tensor, got None", name, error=TypeError)
+
+
 def _plain(value: object) -> object:
     if isinstance(value, torch.Size):
         return tuple(value)
@@ -73,7 +80,7 @@ def _obviously_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True only where all of `dense`'s rules about q, k and v hold, found in 2 us instead of 5."""
     try:
         (B, Hq, _, D), (Bk, Hkv, Sk, Dk), (Bv, Hv, Sv, Dv) = q.shape, k.shape, v.shape
-    except ValueError:
+    except (ValueError, AttributeError):  # another number of dimensions, or None
         return False
     return (
         (Bk == B == Bv and Hv == Hkv and Sv == Sk and Dk == D)
@@ -129,12 +136,13 @@ def cu_seqlens(name: str, given: Tensor, tokens: int) -> None:
         before = end
 
 
-def saved(q: Tensor, v: Tensor, given: Saved) -> None:
+def saved(q: Tensor, v: Tensor, tensors: Saved) -> None:
     """Raise ValueError or TypeError unless these fit the query and the value of a call."""
     *rows, _ = q.shape
     out_shape = (*rows, v.shape[-1])
     lse_shape = tuple(rows if len(rows) == 3 else reversed(rows))
-    grad_out, grad_lse, out, lse, _ = given
+    grad_out, grad_lse, out, lse, _ = tensors
+    given(grad_out=grad_out, out=out, lse=lse)
     wide = lse_dtype(q.dtype)
     expected = (
         ("grad_out", grad_out, out_shape, q.dtype),
@@ -156,15 +164,20 @@ def mask_grad(spec: Spec) -> None:
     need(ok, "mask_grad needs a floating point attn_mask")
 
 
-def states(outs: Tensor, lses: Tensor) -> None:
-    """Raise ValueError or TypeError unless these are partial results that can be merged."""
+def states(outs: Tensor, lses: Tensor, names: tuple[str, str] = ("outs", "lses")) -> None:
+    """Raise ValueError or TypeError unless these are partial results that can be merged.
+
+    `names` are theirs in messages.
+    """
+    out, lse = names
+    given(**{out: outs, lse: lses})
     wide = lse_dtype(outs.dtype)
-    need(outs.dtype in DTYPES, "outs must be {}, got {}", _NAMES, outs.dtype, error=TypeError)
-    need(lses.dtype == wide, "lses must be {}, got {}", wide, lses.dtype, error=TypeError)
-    same_device(outs, "lses", lses, "outs")
-    need(outs.dim() >= 2, "outs must have shape (N, ..., Dv), got {}", outs.shape)
-    need(outs.shape[0] >= 1, "outs must hold at least one state, got shape {}", outs.shape)
-    has_shape("lses", lses, tuple(outs.shape[:-1]))
+    need(outs.dtype in DTYPES, "{} must be {}, got {}", out, _NAMES, outs.dtype, error=TypeError)
+    need(lses.dtype == wide, "{} must be {}, got {}", lse, wide, lses.dtype, error=TypeError)
+    same_device(outs, lse, lses, out)
+    need(outs.dim() >= 2, "{} must have shape (N, ..., Dv), got {}", out, outs.shape)
+    need(outs.shape[0] >= 1, "{} must hold at least one state, got shape {}", out, outs.shape)
+    has_shape(lse, lses, tuple(outs.shape[:-1]))
 
 
 def no_gradients(arguments: Mapping[str, object], reason: str) -> None:
@@ -212,6 +225,7 @@ def _is_plain(spec: Spec) -> bool:
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
     """Raise unless query, key and value agree in rank, dtype and device."""
+    given(query=q, key=k, value=v)
     for name, t in (("query", q), ("key", k), ("value", v)):
         if t.dim() != dims:
             need(False, "{} must have shape {}, got {}", name, layout, t.shape)
@@ -346,7 +360,8 @@ def has_shape(name: str, t: Tensor, shape: tuple) -> None:
 
 
 def same_device(q: Tensor, name: str, t: Tensor, other: str = "query") -> None:
-    """Raise ValueError unless the tensor is on q's device."""
+    """Raise ValueError unless the tensor is on q's device, and TypeError if there is none."""
+    given(**{name: t})
     need(t.device == q.device, "{} is on {}, but {} is on {}", name, t.device, other, q.device)
 
 

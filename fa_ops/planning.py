@@ -110,6 +110,8 @@ def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
         ValueError, TypeError: the call is not legal.
         NotImplementedError: no backend, or not the one asked for, can run it.
     """
+    if key is None:
+        check(call)
     family = _family_of(key, call)
     plan = _plans.get(family)
     if plan is None:

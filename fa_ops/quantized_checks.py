@@ -21,6 +21,7 @@ def quantized(
 
     `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
+    checks.given(query=q, key=k, value=v)
     for name, t in (("query", q), ("key", k), ("value", v)):
         need(t.dim() == 4, "{} must have shape (B, H, S, D), got {}", name, t.shape)
         need(t.dtype == q.dtype, "{} is {}, but query is {}", name, t.dtype, q.dtype,

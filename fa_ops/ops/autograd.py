@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fa_ops import planning
+from fa_ops import checks, planning
 from fa_ops.call import Call, Saved, Tensors
 from fa_ops.ops import library
 from fa_ops.planning import Prepared, Repeatable
@@ -170,6 +170,8 @@ def _planned_gradients(recording: Recording, mask_grad: bool, given: tuple, tens
 
 def run_backward(call: Call, saved: Saved) -> Gradients:
     """What a backward operator's kernel runs."""
+    if saved.grad_out is None or saved.out is None or saved.lse is None:
+        checks.given(grad_out=saved.grad_out, out=saved.out, lse=saved.lse)
     q, k, v, tensors = call.query, call.key, call.value, call.tensors
     scalars = planning.scalars_of(call)
     run = planning.prepared_backward(call, scalars, q, k, v, tensors, saved).run

@@ -50,6 +50,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor,
 
 
 def _append(q, k, v, key, value, *args, **options):
+    if key is None or value is None:
+        checks.given(key=key, value=value)
     results = _forward(q, k, v, *args, key=key, value=value, **options)
     written(k, v)
     return results
@@ -66,6 +68,7 @@ def _fake(q, k, v, *args, **options):
 
 
 def _append_fake(q, k, v, key, value, *args, **options):
+    checks.given(key=key, value=value)
     return _fake(q, k, v, *args, key=key, value=value, **options)
 
 

@@ -20,6 +20,7 @@ def _mask_blocks(attn_mask: Tensor) -> Tensor:
 
 
 def _fake(attn_mask: Tensor) -> Tensor:
+    checks.given(attn_mask=attn_mask)
     checks.attn_mask(attn_mask)
     return attn_mask.new_empty(mask_blocks_shape(attn_mask), dtype=torch.int32)
 

@@ -54,6 +54,8 @@ class _Merge(library.SingleLevelFunction):
 
 
 def _autograd(keyset, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    if outs is None or lses is None:
+        checks.given(outs=outs, lses=lses)
     if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
         return library.apply(_Merge, keyset, outs, lses)
     library.reject_forward_ad(MERGE, outs, lses)

@@ -79,3 +79,14 @@ def test_indices_have_one_dimension_and_the_device_of_the_tokens():
         bert_padding.index_first_axis(x, torch.zeros(2, dtype=torch.int64, device="meta"))
     with pytest.raises(ValueError, match=r"indices must have shape \(4,\), got \(2,\)"):
         bert_padding.index_put_first_axis(x, torch.zeros(2, dtype=torch.int64), 4)
+
+
+def test_padding_has_sizes_and_a_device():
+    x, indices = torch.randn(3, 8), torch.arange(3)
+    with pytest.raises(ValueError, match="batch must not be negative, got -2"):
+        bert_padding.pad_input(x, indices, -2, 4)
+    rows, mask = torch.randn(3, 4, 2, device="meta"), torch.ones(3, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="attention_mask is on cpu, but hidden_states is on meta"):
+        bert_padding.unpad_input(rows, mask)
+    with pytest.raises(ValueError, match="attention_mask_in_length is on cpu, but hidden_states"):
+        bert_padding.unpad_input_for_concatenated_sequences(rows, mask)

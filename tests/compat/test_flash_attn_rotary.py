@@ -129,3 +129,33 @@ x = draw(2, 7, 2, 8)
 def test_errors(message, call):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_nothing_is_rotated_before_an_error():
+    """Tables of keys are checked before queries are rotated in place."""
+    qkv, cos = torch.randn(2, 4, 3, 2, 8), torch.ones(4, 4)
+    kept = qkv.clone()
+    for message, tables in (
+        (r"cos_k and sin_k must both have shape", (cos, cos, cos[:, :3], cos)),
+        ("cos_k must be floating point, got int64", (cos, cos, cos.long(), cos)),
+        ("sin_k is on meta, but qkv is on cpu", (cos, cos, cos, cos.to("meta"))),
+        ("cos_k is for 10 features, but qkv has 8", (cos, cos, *(torch.ones(4, 5),) * 2)),
+        ("cos_k has 3 positions, but 4 are needed", (cos, cos, cos[:3], cos[:3])),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            rotary.apply_rotary_emb_qkv_(qkv, *tables)
+        assert torch.equal(qkv, kept)
+
+
+def test_offsets_and_borders_of_sequences_must_fit():
+    x, cos = torch.randn(2, 4, 2, 8), torch.ones(9, 4)
+    ends = torch.tensor([0, 3, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"seqlen_offsets must have shape \(2,\), got \(3,\)"):
+        rotary.apply_rotary_emb(x, cos, cos, seqlen_offsets=ends)
+    with pytest.raises(TypeError, match="seqlen_offsets must be int32 or int64, got bool"):
+        rotary.apply_rotary_emb(x, cos, cos, seqlen_offsets=ends[:2].bool())
+    for wrong in (ends[:, None], ends[:0], ends[0]):
+        with pytest.raises(ValueError, match=r"cu_seqlens must have shape \(B \+ 1,\), got \("):
+            rotary.apply_rotary_emb(x[0], cos, cos, cu_seqlens=wrong, max_seqlen=4)
+    with pytest.raises(TypeError, match="cu_seqlens must be int32, got int64"):
+        rotary.apply_rotary_emb(x[0], cos, cos, cu_seqlens=ends.long(), max_seqlen=4)

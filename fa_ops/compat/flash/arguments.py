@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,9 @@ def count(name: str, value: object, kind: str = "an int") -> int:
 
 def sides(window: object) -> Window | None:
     """The sides of a window, -1 for unbounded ones; None if both are unbounded."""
-    if isinstance(window, Tensor):
+    if isinstance(window, Tensor) and window.shape == (2,):
+        if need_tensor("window_size", window).is_meta:
+            raise ValueError("window_size must hold numbers, got a Tensor on meta")
         window = window.tolist()
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"window_size must be a pair (left, right), got {window!r}")
@@ -67,9 +71,11 @@ def parts(name: str, packed: Tensor, count: int, layout: str) -> tuple[Tensor, .
 
 def score_options(softmax_scale, causal, window_size, softcap) -> dict:
     """The options of scores and masks, which all functions have in common."""
+    scale = None if softmax_scale is None else number("softmax_scale", softmax_scale)
+    if type(scale) is float and not math.isfinite(scale):
+        raise ValueError(f"softmax_scale must be finite, got {scale}")
     return {
-        "is_causal": flag("causal", causal),
-        "scale": None if softmax_scale is None else number("softmax_scale", softmax_scale),
+        "is_causal": flag("causal", causal), "scale": scale,
         "window": sides(window_size), "softcap": number("softcap", softcap),
     }  # fmt: skip
 
@@ -111,6 +117,12 @@ def need_int32(name: str, x: Tensor) -> Tensor:
     if need_tensor(name, x).dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {str(x.dtype).removeprefix('torch.')}")
     return x
+
+
+def check_list(name: str, ends: Tensor) -> None:
+    """Raise TypeError or ValueError unless these may be cumulative lengths, int32 (B + 1,)."""
+    if need_int32(name, ends).dim() != 1 or not ends.shape[0]:
+        raise ValueError(f"{name} must have shape (B + 1,), got {tuple(ends.shape)}")
 
 
 def has_shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:

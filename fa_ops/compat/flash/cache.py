@@ -15,6 +15,7 @@ from fa_ops.compat.flash.arguments import (
     Window,
     flag,
     has_shape,
+    need_int32,
     of_sequences,
     shape,
     unit_stride,
@@ -55,6 +56,7 @@ def caches_of(
         has_shape("cache_batch_idx", batch_idx, (rows,))
     if table is not None:
         shape("(B, max_pages)", **{name: table})
+        need_int32(name, table)
         if batch_idx is not None:
             table = _rows_of(table, name, batch_idx)
         return Caches(k, v, table, table.shape[1] * k.shape[1])
@@ -160,6 +162,9 @@ def check_new(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
     """Raise ValueError for arguments that lack another."""
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin must be given together")
+    for name, t in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+        if t is not None:
+            need_tensor(name, t)
     if rotary_cos is not None and k is None:
         raise ValueError("k must be given with rotary_cos, which rotates both queries and new keys")
     if (k is None) != (v is None):

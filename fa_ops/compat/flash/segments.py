@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import checks
-from fa_ops.compat.flash.arguments import has_shape, need_int32
+from fa_ops.compat.flash.arguments import check_list, has_shape
 from fa_ops.ops import library
 from fa_ops.types import Packing
 
@@ -36,9 +36,7 @@ def check(packing: Packing, tokens: tuple[int, int]) -> None:
     `tokens` are the numbers of queries and keys. Their values are checked on the CPU only.
     """
     for name, ends, most in zip(packing._fields, packing[:2], tokens):
-        need_int32(name, ends)
-        if ends.dim() != 1 or not len(ends):
-            raise ValueError(f"{name} must have shape (B + 1,), got {tuple(ends.shape)}")
+        check_list(name, ends)
         has_shape(name, ends, (len(packing.cu_seqlens_q),))
         if library.can_read(ends):
             checks.cu_seqlens(name, ends, most)

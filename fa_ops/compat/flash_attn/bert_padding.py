@@ -54,6 +54,7 @@ def unpad_input(
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
         if mask is not None or name == "attention_mask":
             has_shape(name, need_tensor(name, mask), hidden_states.shape[:2])
+            checks.same_device(hidden_states, name, mask, "hidden_states")
     packed = attention_mask if unused_mask is None else attention_mask + unused_mask
     tokens, indices, lens = _selected(hidden_states, packed)
     used = attention_mask.sum(-1, dtype=torch.int32)
@@ -77,6 +78,7 @@ def unpad_input_for_concatenated_sequences(
     need_tensor("hidden_states", hidden_states)
     lens = need_tensor("attention_mask_in_length", attention_mask_in_length)
     has_shape("attention_mask_in_length", lens, hidden_states.shape[:2])
+    checks.same_device(hidden_states, "attention_mask_in_length", lens, "hidden_states")
     columns = torch.arange(lens.shape[1], device=lens.device)
     tokens, indices, _ = _selected(hidden_states, columns < lens.sum(-1, keepdim=True))
     lens = lens[lens > 0]
@@ -92,6 +94,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     _need_rows("hidden_states", hidden_states, indices)
     has_shape("indices", indices, hidden_states.shape[:1])
     batch, seqlen = count("batch", batch), count("seqlen", seqlen)
+    for name, size in (("batch", batch), ("seqlen", seqlen)):
+        checks.need(size >= 0, "{} must not be negative, got {}", name, size)
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.unflatten(0, (batch, seqlen))
 

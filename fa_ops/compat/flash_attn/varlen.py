@@ -10,8 +10,10 @@ from fa_ops.argument_types import checked_packing
 from fa_ops.compat.flash.arguments import (
     PACKED,
     Window,
+    check_list,
     flag,
     infinite_where_empty,
+    need_int32,
     parts,
     scalar,
     shape,
@@ -109,6 +111,9 @@ def from_pages(
             f"dropout_p must be 0 with block_table, got {options['dropout_p']}"
         )
     packing = checked_packing(*packing)
+    shape("(B, max_pages)", block_table=table)
+    need_int32("block_table", table)
+    check_list("cu_seqlens_k", packing.cu_seqlens_k)
     lens = packing.cu_seqlens_k.diff() if kv_lens is None else kv_lens
     names = "scale", "softcap", "alibi_slopes", "is_causal", "window"
     options = {name: options[name] for name in names}

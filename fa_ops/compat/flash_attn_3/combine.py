@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa_ops import checks
 from fa_ops.api import merge_states
 from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import buffers
@@ -35,10 +36,8 @@ def flash_attn_combine(
     need_tensor("lse_partial", lse_partial)
     if not isinstance(out_dtype, torch.dtype | None):
         raise TypeError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}")
-    if need_tensor("out_partial", out_partial).dim() < 2:
-        raise ValueError(
-            f"out_partial must have shape (N, ..., Dv), got {tuple(out_partial.shape)}"
-        )
+    need_tensor("out_partial", out_partial)
+    checks.states(out_partial, lse_partial, ("out_partial", "lse_partial"))
     buffers(out=(out, out_partial.shape[1:]))
     parts = out_partial.split(_FEATURES, -1)
     merged = [merge_states(part, lse_partial) for part in parts]

@@ -11,11 +11,11 @@ from fa_ops.compat.flash.arguments import (
     DENSE,
     PACKED,
     Window,
+    check_list,
     count,
     flag,
     has_shape,
     lengths,
-    need_int32,
     score_options,
     shape,
     unit_stride,
@@ -152,6 +152,6 @@ def _check_offsets(q: Tensor, offsets: Tensor | None, rows: int) -> None:
 def _checked_packing(ends_q: Tensor | None, ends_k: Tensor | None, longest: object) -> int | None:
     """max_seqlen_q, once the types of what describes packed queries and new keys are checked."""
     for name, ends in (("cu_seqlens_q", ends_q), ("cu_seqlens_k_new", ends_k)):
-        if ends is not None and (need_int32(name, ends).dim() != 1 or not ends.shape[0]):
-            raise ValueError(f"{name} must have shape (B + 1,), got {tuple(ends.shape)}")
+        if ends is not None:
+            check_list(name, ends)
     return None if longest is None else count("max_seqlen_q", longest, "an int or None")

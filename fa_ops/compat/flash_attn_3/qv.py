@@ -43,6 +43,9 @@ def joined(k: Tensor, v: Tensor) -> Tensor:
     """
     D, Dv = k.shape[-1], v.shape[-1]
     has_shape("k", k, (*v.shape[:-1], D))
+    checks.same_device(v, "k", k, "v")
+    checks.need(k.dtype == v.dtype, "k must have v's dtype {}, got {}", v.dtype, k.dtype,
+                error=TypeError)  # fmt: skip
     if not torch.compiler.is_compiling() and k.stride() == v.stride() and k.stride(-1) == 1:
         behind = k.storage_offset() - v.storage_offset() == Dv
         if behind and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr():

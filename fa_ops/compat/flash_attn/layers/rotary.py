@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import count, flag, number
-from fa_ops.compat.flash_attn.ops.triton.rotary import apply_rotary
+from fa_ops.compat.flash_attn.ops.triton.rotary import apply_rotary, check
 
 Offsets = int | Tensor
 
@@ -125,8 +125,7 @@ def apply_rotary_emb_qkv_(
         ValueError: shapes that do not fit each other.
     """
     tables_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    for name, t in (("cos_k", tables_k[0]), ("sin_k", tables_k[1])):
-        need_tensor(name, t)
+    interleaved = flag("interleaved", interleaved)
     if num_heads_q is not None:
         num_heads_q = count("num_heads_q", num_heads_q, "an int or None")
     if need_tensor("qkv", qkv).dim() == 5 and qkv.shape[2] == 3:
@@ -140,6 +139,12 @@ def apply_rotary_emb_qkv_(
             f"{tuple(qkv.shape)} and {num_heads_q}"
         )
     parts = (q, cos, sin), (k, *tables_k)
+    of_keys = tuple(
+        own if t is not None else shared
+        for own, shared, t in (("cos_k", "cos", cos_k), ("sin_k", "sin", sin_k))
+    )
+    for (where, *tables), names in zip(parts, (("cos", "sin"), of_keys)):
+        check(qkv[:, :, where], *tables, seqlen_offsets, names=("qkv", *names))
     return _RotatedParts.apply(qkv, parts, interleaved, seqlen_offsets)
 
 
@@ -149,6 +154,7 @@ def apply_rotary_emb_kv_(
     """Rotate the keys of kv ``(B, S, 2, H, D)`` in place; the other arguments are as above."""
     if need_tensor("kv", kv).dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must have shape (B, S, 2, H, D), got {tuple(kv.shape)}")
+    check(kv[:, :, 0], cos, sin, seqlen_offsets, names=("kv", "cos", "sin"))
     return _RotatedParts.apply(kv, ((0, cos, sin),), interleaved, seqlen_offsets)
 
 

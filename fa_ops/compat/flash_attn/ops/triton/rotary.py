@@ -8,7 +8,7 @@ from torch import Tensor
 from fa_ops import checks
 from fa_ops.argument_types import need_int, need_tensor
 from fa_ops.backends.rotary import rotated
-from fa_ops.compat.flash.arguments import count, flag
+from fa_ops.compat.flash.arguments import check_list, count, flag, has_shape
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def apply_rotary(
     """
     interleaved, inplace = flag("interleaved", interleaved), flag("inplace", inplace)
     conjugate = flag("conjugate", conjugate)
-    _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     cos = torch.nn.functional.pad(cos, (0, 0, 0, 1), value=1.0)
     sin = torch.nn.functional.pad(-sin if conjugate else sin, (0, 0, 0, 1))
     positions = _positions(x, seqlen_offsets, cu_seqlens).clamp(0, len(cos) - 1)
@@ -68,13 +68,21 @@ def _positions(x: Tensor, offsets: int | Tensor, ends: Tensor | None) -> Tensor:
     return (token - ends[sequence] + offsets)[None]
 
 
-def _check(x, cos, sin, offsets, ends, longest) -> None:
-    for name, t in (("x", x), ("cos", cos), ("sin", sin)):
+def check(
+    x: Tensor, cos: Tensor, sin: Tensor, offsets: int | Tensor, ends: Tensor | None = None,
+    longest: int | None = None, names: tuple[str, str, str] = ("x", "cos", "sin"),
+) -> None:  # fmt: skip
+    """Raise ValueError or TypeError for arguments that `apply_rotary` cannot rotate.
+
+    `names` are those of the first three in messages.
+    """
+    of_x, of_cos, of_sin = names
+    for name, t in zip(names, (x, cos, sin)):
         need_tensor(name, t)
-    if isinstance(offsets, Tensor):
-        checks.need(not offsets.is_floating_point(), "seqlen_offsets must hold integers, got {}",
-                    offsets.dtype, error=TypeError)  # fmt: skip
-    else:
+        checks.same_device(x, name, t, of_x)
+        checks.need(t.is_floating_point(), "{} must be floating point, got {}", name, t.dtype,
+                    error=TypeError)  # fmt: skip
+    if not isinstance(offsets, Tensor):
         need_int("seqlen_offsets", offsets, "an int or a Tensor")
     if longest is not None:
         count("max_seqlen", longest, "an int or None")
@@ -83,13 +91,28 @@ def _check(x, cos, sin, offsets, ends, longest) -> None:
     dims = 4 if ends is None else 3
     if x.dim() != dims:
         layout = "(B, S, H, D)" if ends is None else "(T, H, D)"
-        raise ValueError(f"x must have shape {layout}, got {tuple(x.shape)}")
+        raise ValueError(f"{of_x} must have shape {layout}, got {tuple(x.shape)}")
+    _check_sequences(x, offsets, ends)
     if cos.dim() != 2 or sin.shape != cos.shape:
         shapes = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
-        raise ValueError(f"cos and sin must both have shape (positions, R / 2), got {shapes}")
+        both = f"{of_cos} and {of_sin} must both have shape (positions, R / 2)"
+        raise ValueError(f"{both}, got {shapes}")
     if 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(f"cos is for {2 * cos.shape[1]} features, but x has {x.shape[-1]}")
+        features = f"{2 * cos.shape[1]} features, but {of_x} has {x.shape[-1]}"
+        raise ValueError(f"{of_cos} is for {features}")
     needed = x.shape[1] if ends is None else longest
     needed += 0 if isinstance(offsets, Tensor) else offsets
     if needed > cos.shape[0]:
-        raise ValueError(f"cos has {cos.shape[0]} positions, but {needed} are needed")
+        raise ValueError(f"{of_cos} has {cos.shape[0]} positions, but {needed} are needed")
+
+
+def _check_sequences(x: Tensor, offsets: int | Tensor, ends: Tensor | None) -> None:
+    if ends is not None:
+        check_list("cu_seqlens", ends)
+        checks.same_device(x, "cu_seqlens", ends, "x")
+    if isinstance(offsets, Tensor):
+        is_integer = offsets.dtype in (torch.int32, torch.int64)
+        checks.need(is_integer, "seqlen_offsets must be int32 or int64, got {}", offsets.dtype,
+                    error=TypeError)  # fmt: skip
+        has_shape("seqlen_offsets", offsets, (x.shape[0] if ends is None else ends.shape[0] - 1,))
+        checks.same_device(x, "seqlen_offsets", offsets, "x")
