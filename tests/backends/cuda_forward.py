@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dense_forward
 from fa_ops.backends.hopper.configs import forward_config
-from fa_ops.backends.hopper.mask import _row_bytes
 from tests.backends.cuda_as_cpp import SOURCES
 from tests.backends.cuda_cluster import PTX, compiled
+from tests.backends.cuda_masks import SIZES, bias_of, bits_of, sizes_of
 
 FORWARD_PTX = r"""
 struct uint2 { u32 x, y; };
@@ -38,16 +38,11 @@ static u32 swizzled(u32 base, int, int row, int chunk) { return base + row * 128
 static void mma(float (&)[4], const u32 (&)[4], u32, u32) { error = "not in this kernel"; }
 """  # noqa: E501
 
-CALL = r"""
-#include "forward.cu"
+CALL = (
+    f'#include "forward.cu"\n{SIZES}'
+    + r"""
 static ForwardParams params;
 static void body_of_thread() { forward(params); }
-struct Sizes {
-  int B, Hq, Hkv, Sq, Sk, D, ctas, seed, right;
-  int mask[4];    // sizes of the mask, 1 where it is shared
-  int pitch;      // of its bits
-  int tiles[2], lists[2];  // of its lists: rows, columns; their strides in bytes
-};
 extern "C" const char* run(u16** data, const Sizes* n, float* lse, unsigned char* bits,
                            const int* lists, const int* lens) {
   ForwardParams& p = params;
@@ -66,36 +61,17 @@ extern "C" const char* run(u16** data, const Sizes* n, float* lse, unsigned char
   p.D = p.Dv = n->D, p.window_left = UNBOUNDED, p.window_right = n->right;
   p.m_blocks = (n->Sq + BLOCK_M - 1) / BLOCK_M, p.tiles = p.m_blocks * n->B * n->Hq;
   p.section = n->B * n->Hq, p.scale_log2 = BIAS_BITS ? LOG2E : 0.25f * LOG2E;
-  const int *m = n->mask, columns = (m[2] > 1) * n->pitch;
-  p.mask = bits, p.mask_range = n->pitch - 8, p.mask_q = columns;
-  p.mask_h = (m[1] > 1) * m[2] * n->pitch, p.mask_b = (m[0] > 1) * m[1] * m[2] * n->pitch;
-  const MaskBlocks blocks = {lists, n->lists[0], n->lists[1], n->tiles[0], n->tiles[1]};
-  p.blocks = blocks;
+  const int *m = n->mask, pitch = n->pitch[0];
+  p.mask = bits, p.mask_range = pitch - 8, p.mask_q = (m[2] > 1) * pitch;
+  p.mask_h = (m[1] > 1) * m[2] * pitch, p.mask_b = (m[0] > 1) * m[1] * m[2] * pitch;
+  p.blocks = blocks_of(lists, n);
 #if BIAS_BITS
-  const int rows = m[2] > 1 ? m[2] : 64;  // a block of queries that share the mask
-  tensors[3] = {(u16*)bits, m[3], rows, m[1], m[0]};
-  p.bias.map.words[0] = (u64)&tensors[3];
-  p.bias.data = (char*)bits, p.bias.last_column = (m[3] - 1) / 2 * 2;
-  p.bias.row = 2 * m[3] * (m[2] > 1), p.bias.h = 2 * rows * m[3] * (m[1] > 1);
-  p.bias.b = 2 * m[1] * rows * m[3] * (m[0] > 1);
-  p.bias.step_b = m[0] > 1, p.bias.step_h = m[1] > 1;
-  p.bias.step_row = m[2] > 1, p.bias.step_column = 1;
-  p.bias.unit = 0.25f, p.bias.blocks = blocks;
+  read_bias(p.bias, &tensors[3], bits, m), p.bias.blocks = blocks_of(lists, n);
 #endif
-  gridDim.x = n->ctas;
-  for (int i = 0; i < n->ctas; i++)
-    if (const char* found = run_cluster(body_of_thread, i, n->seed + i)) return found;
-  return nullptr;
+  return run_ctas(body_of_thread, n);
 }
 """
-
-
-class _Sizes(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int) for name in "B Hq Hkv Sq Sk D ctas seed right".split()),
-        ("mask", ctypes.c_int * 4), ("pitch", ctypes.c_int),
-        ("tiles", ctypes.c_int * 2), ("lists", ctypes.c_int * 2),
-    ]  # fmt: skip
+)
 
 
 def emulated_forward(
@@ -113,18 +89,6 @@ def emulated_forward(
     return compiled(folder, "forward.cu", CALL, defines, machine + FORWARD_PTX, others)
 
 
-def bits_of(mask: Tensor) -> tuple[Tensor, int]:
-    """A bool mask (B|1, H|1, Sq|1, Sk) as cuda/mask.cu packs it, and the bytes of a row."""
-    columns = torch.arange(mask.shape[3])
-    first = columns.where(mask, 1 << 29).amin(-1, keepdim=True)
-    end = (columns + 1).where(mask, 0).amax(-1, keepdim=True)
-    ranges = torch.cat([first, end], -1).int().view(torch.uint8)
-    pitch = _row_bytes(mask.shape[3])
-    padded = torch.nn.functional.pad(mask, (0, 8 * (pitch - 8) - mask.shape[3]))
-    bits = (padded.unflatten(-1, (-1, 8)).int() << torch.arange(8)).sum(-1).to(torch.uint8)
-    return torch.cat([bits, ranges], -1).contiguous(), pitch
-
-
 def run_forward(
     library: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blocks: Tensor,
     read: Tensor | None = None, *, seed: int = 0, ctas: int = 1, is_causal: bool = False,
@@ -134,18 +98,15 @@ def run_forward(
 
     mask: bool or bfloat16, (B|1, H|1, Sq|1, Sk).
     """
-    (B, Hq, Sq, D), (_, Hkv, Sk, _) = q.shape, k.shape
-    read, pitch = mask if read is None else read, 0
+    (B, Hq, Sq, D), Sk = q.shape, k.shape[2]
+    read, sizes = (
+        mask if read is None else read,
+        sizes_of(q, k, mask, blocks, ctas, seed, is_causal),
+    )
     if mask.dtype == torch.bool:
-        held, pitch = bits_of(read)
-        held[..., pitch - 8 :] = bits_of(mask)[0][..., pitch - 8 :]
-    else:  # a block of queries that share the mask
-        held = read.expand(*read.shape[:2], 64 if read.shape[2] == 1 else Sq, Sk).contiguous()
-    sizes = _Sizes(B, Hq, Hkv, Sq, Sk, D, ctas, seed, 0 if is_causal else 1 << 29)
-    sizes.mask[:], sizes.pitch = mask.shape, pitch
-    sizes.tiles[:] = [-(-n // 128) for n in mask.shape[2:]]
-    b, h, _ = blocks.stride()
-    sizes.lists[:] = [4 * b * (blocks.shape[0] > 1), 4 * h * (blocks.shape[1] > 1)]
+        held, sizes.pitch[0] = bits_of(read, mask)
+    else:
+        held = bias_of(read)
     out, lse = torch.full((B, Sq, Hq, D), math.nan).bfloat16(), torch.full((B, Hq, Sq), math.nan)
     data = (ctypes.c_void_p * 4)(*(x.data_ptr() for x in (q, k, v, out)))
     given = (ctypes.c_int * B)(*(lens or [Sk] * B))

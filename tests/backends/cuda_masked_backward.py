@@ -12,17 +12,14 @@ from torch import Tensor
 from fa_ops.backends.hopper import dense_backward
 from fa_ops.backends.hopper.configs import BackwardConfig
 from tests.backends.cuda_cluster import PTX, compiled
-from tests.backends.cuda_forward import FORWARD_PTX, bits_of
+from tests.backends.cuda_forward import FORWARD_PTX
+from tests.backends.cuda_masks import SIZES, bias_of, bits_of, sizes_of
 
-CALL = r"""
-#include KERNEL_FILE
+CALL = (
+    f"#include KERNEL_FILE\n{SIZES}"
+    + r"""
 static BackwardParams params;
 static void body_of_thread() { KERNEL(params); }
-struct Sizes {
-  int B, Hq, Hkv, Sq, Sk, D, ctas, seed, right;
-  int mask[4], pitch[2];   // of the bits by key, and by query
-  int tiles[2], lists[2];
-};
 extern "C" const char* run(u16** data, const Sizes* n, float* lse, float* delta, float* sums,
                            u32* notes, unsigned char** bits, const int* lists, const int* lens) {
   BackwardParams& p = params;
@@ -48,32 +45,14 @@ extern "C" const char* run(u16** data, const Sizes* n, float* lse, float* delta,
   p.by_query = {bits[1], (m[0] > 1) * m[1] * queries * pitch[1], (m[1] > 1) * queries * pitch[1],
                 (queries > 1) * pitch[1], pitch[1] - 8};
   p.mask_block = queries > 1 ? BLOCK_M / 8 : 0;
-  const MaskBlocks blocks = {lists, n->lists[0], n->lists[1], n->tiles[0], n->tiles[1]};
-  p.bias.blocks = blocks;
+  p.bias.blocks = blocks_of(lists, n);
 #if BIAS_BITS
-  const int rows = queries > 1 ? queries : 64;
-  tensors[TENSORS] = {(u16*)bits[0], keys, rows, m[1], m[0]};
-  p.bias.map.words[0] = (u64)&tensors[TENSORS];
-  p.bias.data = (char*)bits[0], p.bias.last_column = (keys - 1) / 2 * 2;
-  p.bias.row = 2 * keys * (queries > 1), p.bias.h = 2 * rows * keys * (m[1] > 1);
-  p.bias.b = 2 * m[1] * rows * keys * (m[0] > 1);
-  p.bias.step_b = m[0] > 1, p.bias.step_h = m[1] > 1;
-  p.bias.step_row = queries > 1, p.bias.step_column = 1, p.bias.unit = 0.25f;
+  read_bias(p.bias, &tensors[TENSORS], bits[0], m);
 #endif
-  gridDim.x = n->ctas;
-  for (int i = 0; i < n->ctas; i++)
-    if (const char* found = run_cluster(body_of_thread, i, n->seed + i)) return found;
-  return nullptr;
+  return run_ctas(body_of_thread, n);
 }
 """
-
-
-class _Sizes(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int) for name in "B Hq Hkv Sq Sk D ctas seed right".split()),
-        ("mask", ctypes.c_int * 4), ("pitch", ctypes.c_int * 2),
-        ("tiles", ctypes.c_int * 2), ("lists", ctypes.c_int * 2),
-    ]  # fmt: skip
+)
 
 
 def emulated_backward(
@@ -101,22 +80,16 @@ def run_backward(
     q, k, v, grad_out = tensors
     (B, Hq, Sq, D), (_, Hkv, Sk, _) = q.shape, k.shape
     is_bool = mask.dtype == torch.bool
-    sizes = _Sizes(B, Hq, Hkv, Sq, Sk, D, ctas, seed, 0 if is_causal else 1 << 29)
-    sizes.mask[:] = mask.shape
+    sizes = sizes_of(q, k, mask, blocks, ctas, seed, is_causal)
     if is_bool:
         held = []
         for i, (x, whole) in enumerate(((read.mT, mask.mT), (read, mask))):
             if mask.shape[2] == 1 and i == 0:  # a block of queries that share the mask
                 x, whole = (y.expand(*y.shape[:3], 64) for y in (x, whole))
-            bits, sizes.pitch[i] = bits_of(x)
-            bits[..., sizes.pitch[i] - 8 :] = bits_of(whole)[0][..., sizes.pitch[i] - 8 :]
+            bits, sizes.pitch[i] = bits_of(x, whole)
             held.append(bits)
     else:
-        rows = 64 if mask.shape[2] == 1 else Sq
-        held = [read.expand(*read.shape[:2], rows, Sk).contiguous()] * 2
-    sizes.tiles[:] = [-(-n // 128) for n in mask.shape[2:]]
-    b, h, _ = blocks.stride()
-    sizes.lists[:] = [4 * b * (blocks.shape[0] > 1), 4 * h * (blocks.shape[1] > 1)]
+        held = [bias_of(read)] * 2
     padded = -(-Sq // 64) * 64
     unit = 1.4426950408889634 if is_bool else 1.0
     pad = [0, padded - Sq]
