@@ -48,6 +48,30 @@ def test_mla(Hq, page_size, dtype):
     assert_cache_close(case, "triton")
 
 
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_appends_to_a_latent_cache(page_size):
+    """Keys and values are written to the same memory, which other pairs of caches are refused."""
+    case = CacheCase(
+        Hq=16, Hkv=1, D=576, Dv=512, S=500, new=3, Sq=3, shared=True, page_size=page_size,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    assert_cache_close(case, "triton")
+    q, k, v, cache, spec = case.fresh()
+
+    def call(v, value):
+        lens, table = spec.kv_lens, cache.page_table
+        return fa_ops.attention_with_kv_cache(q, k, v, lens, table, key=cache.key, value=value)
+
+    for _ in range(2):  # the second time with a plan
+        kept = k.clone()
+        with pytest.raises(ValueError, match="value must be the same features of key"):
+            call(v, cache.value.clone())
+        with pytest.raises(ValueError, match="value_cache shares memory with key_cache"):
+            call(k[..., 64:], cache.value)
+        assert torch.equal(k.nan_to_num(), kept.nan_to_num())
+        call(v, cache.value)
+
+
 @pytest.mark.parametrize("group", [1, 4, 8, 16, 40])
 @pytest.mark.parametrize("Sq", [1, 4, 16, 33])
 def test_groups(group, Sq):
