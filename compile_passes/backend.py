@@ -10,7 +10,7 @@ from torch import fx
 from torch._inductor import config, list_mode_options
 from torch._inductor.compile_fx import compile_fx
 
-from compile_passes.install import append_fusion, fusion_in
+from compile_passes.install import FusionPass, append_fusion, fusion_in
 
 
 def fa_ops(
@@ -24,5 +24,5 @@ def fa_ops(
     patches = dict(list_mode_options(mode)) if mode else {}
     patches |= options or {}
     slot = patches.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
-    patches["pre_grad_custom_pass"] = slot if fusion_in(slot) else append_fusion(slot)
+    patches["pre_grad_custom_pass"] = slot if fusion_in(slot) else append_fusion(slot, FusionPass())
     return compile_fx(gm, example_inputs, config_patches=patches)

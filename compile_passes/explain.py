@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import fx
@@ -17,6 +17,8 @@ def explain(
     dynamic: bool | None = None,
     verify: bool = False,
     drop_stored_weights: bool = False,
+    eight_bit: bool = False,
+    sixteen_bit: Collection[str] = (),
     **kwargs,
 ) -> Report:
     """Run the pass on what `torch.compile` captures of `function(*inputs, **kwargs)`.
@@ -29,6 +31,7 @@ def explain(
         dynamic: as in `torch.compile`.
         verify: as in :func:`install`; findings say whether they were verified.
         drop_stored_weights: as in :func:`install`; the attributes are set all the same.
+        eight_bit, sixteen_bit: as in :func:`install`; findings say which products they have.
 
     Returns:
         Every softmax with its source location and the call that it was fused into, or the reason
@@ -47,7 +50,8 @@ def explain(
         for module in gm.modules():
             if isinstance(module, fx.GraphModule):
                 graphs += 1
-                findings.extend(fuse(_copy(module.graph), verify, drop_stored_weights))
+                options = verify, drop_stored_weights, eight_bit, sixteen_bit
+                findings.extend(fuse(_copy(module.graph), *options))
         return gm.forward
 
     function = getattr(function, "_orig_mod", function)

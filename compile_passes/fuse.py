@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -31,24 +32,29 @@ from compile_passes.match.match_state import Core, RowStatistic
 from compile_passes.match.matcher import NO_SCORES as NO_SCORES
 from compile_passes.match.matcher import Matcher
 from compile_passes.report import Finding, FusedCore, Refused
+from compile_passes.rewrite.eight_bit import QuantizedProducts
 from compile_passes.rewrite.mask_block_nodes import add_mask_blocks
 from compile_passes.rewrite.replace import rewrite
 
+EIGHT_BIT = "8-bit"  # the products of a finding
 NO_VALUE = "its result is not multiplied with a value"
 
 
-def fuse(graph: fx.Graph, verify: bool = False, drop_stored_weights: bool = False) -> list[Finding]:
+def fuse(
+    graph: fx.Graph, verify: bool = False, drop_stored_weights: bool = False,
+    eight_bit: bool = False, sixteen_bit: Collection[str] = (),
+) -> list[Finding]:  # fmt: skip
     """Rewrite every attention of a graph in place.
 
     Args:
         graph: as Dynamo captures it, or an exported program's.
-        verify: as in :func:`install`.
-        drop_stored_weights: as in :func:`install`.
+        verify, drop_stored_weights, eight_bit, sixteen_bit: as in :func:`install`.
 
     Returns:
         A finding for each softmax, and each call of scaled_dot_product_attention or flex_attention,
         in graph order.
     """
+    products = QuantizedProducts.of(eight_bit, sixteen_bit)
     if not _may_hold_attention(graph):
         return []
     detach_metadata_readers(graph)
@@ -74,7 +80,7 @@ def fuse(graph: fx.Graph, verify: bool = False, drop_stored_weights: bool = Fals
             stored.restore()
         return []
     evaluator = SymbolicEvaluator(Exactness(graph))
-    fusion = CoreFusion(view, matcher.lses, evaluator, verify, calls, stored)
+    fusion = CoreFusion(view, matcher.lses, evaluator, verify, calls, stored, products)
     nodes = {value: value.node for value in matcher.softmaxes}  # a rewrite changes value.node
     results: dict[Value, FusedCore | str] = dict(matcher.misses)
     for core in matcher.cores:
@@ -133,6 +139,7 @@ class CoreFusion:
     verify: bool
     calls: dict[fx.Node | None, InlinedAttention]
     stored: StoredOutputs | None = None
+    eight_bit: QuantizedProducts | None = None
 
     def fuse(self, core: Core) -> FusedCore | str:
         """The call that replaced the core, or the reason why the core stays."""
@@ -158,9 +165,18 @@ class CoreFusion:
         return self._rewritten(site, masks, why)
 
     def _rewritten(self, site: AttentionSite, masks: ClassifiedMasks, why: str) -> FusedCore:
-        call, verified = rewrite(site, masks, self.view, self.verify)
+        products = self._products(site, masks)
+        quantizes = products == EIGHT_BIT
+        call, verified = rewrite(site, masks, self.view, self.verify, quantizes)
         dropped = self.stored.take_erased() if self.stored else ()
-        return FusedCore(call, masks, why, dropped, verified)
+        return FusedCore(call, masks, why, dropped, verified, products)
+
+    def _products(self, site: AttentionSite, masks: ClassifiedMasks) -> str:
+        """As findings have it."""
+        if self.eight_bit is None:
+            return ""
+        reason = self.eight_bit.refusal(site, masks)
+        return f"16-bit: {reason}" if reason else EIGHT_BIT
 
     def _reason_to_take(self, site: AttentionSite, masks: ClassifiedMasks) -> str:
         """Why a call is replaced, empty for code written by hand. Raises Refused where the
@@ -170,20 +186,23 @@ class CoreFusion:
         if call is None:
             return ""
         taken, reason = call_rules.decide(site, masks, call)
+        products = "" if taken else self._products(site, masks)
+        if products == EIGHT_BIT:
+            return "8-bit products were asked for"
         if not taken:
-            raise Refused(reason)
+            raise Refused(f"{reason}; products: {products}" if products else reason)
         return reason
 
 
 def fuse_module(
-    module: torch.nn.Module, verify: bool = False, drop_stored_weights: bool = False
-) -> list[Finding]:
+    module: torch.nn.Module, verify: bool = False, drop_stored_weights: bool = False,
+    eight_bit: bool = False, sixteen_bit: Collection[str] = (),
+) -> list[Finding]:  # fmt: skip
     """Run :func:`fuse` on a graph module and on those inside it, such as checkpointed regions.
 
     Args:
         module: a module; those in it that are no graph modules are left as they are.
-        verify: as in :func:`install`.
-        drop_stored_weights: as in :func:`install`.
+        verify, drop_stored_weights, eight_bit, sixteen_bit: as in :func:`install`.
 
     Returns:
         The findings of all graphs.
@@ -195,7 +214,7 @@ def fuse_module(
     findings = []
     for child in module.modules():
         if isinstance(child, fx.GraphModule):
-            found = fuse(child.graph, verify, drop_stored_weights)
+            found = fuse(child.graph, verify, drop_stored_weights, eight_bit, sixteen_bit)
             if any(f.fused for f in found):
                 child.recompile()
             findings += found

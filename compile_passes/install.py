@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from compile_passes.fuse import fuse
+from compile_passes.rewrite.eight_bit import QuantizedProducts
 
 TIMER = "compile_passes.fuse"  # in torch._dynamo.utils.compilation_time_metrics
 
@@ -23,6 +25,7 @@ _OPERATORS = (
     torch.ops.fa.attention.default,
     torch.ops.fa.attention_with_lse.default,
     torch.ops.fa.attention_averaging_rows.default,
+    torch.ops.fa.quantized_attention.default,
 )
 
 
@@ -44,22 +47,34 @@ def source_hash() -> str:
 class FusionPass(CustomGraphPass):
     """Inductor's `pre_grad_custom_pass`: rewrites attention in a graph as Dynamo captured it."""
 
-    def __init__(self, verify: bool = False, drop_stored_weights: bool = False) -> None:
+    def __init__(
+        self, verify: bool = False, drop_stored_weights: bool = False, eight_bit: bool = False,
+        sixteen_bit: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self.verify = verify
         self.drop_stored_weights = drop_stored_weights
+        self.eight_bit, self.sixteen_bit = eight_bit, sixteen_bit
+
+    @property
+    def options(self) -> dict[str, object]:
+        """By their names."""
+        names = "verify", "drop_stored_weights", "eight_bit", "sixteen_bit"
+        return {name: getattr(self, name) for name in names}
 
     def __call__(self, graph: fx.Graph) -> None:
         """Fuse the attention of a graph in place."""
         with dynamo_timed(TIMER):
-            fuse(graph, self.verify, self.drop_stored_weights)
+            fuse(graph, **self.options)
 
     def uuid(self) -> str | None:
         """The pass's part of Inductor's cache key. None, with which nothing is cached, if weights
-        are dropped: equal graphs may store an output or return it.
+        are dropped or modules named: equal graphs may store an output or return it, and be of
+        modules with other names.
         """
-        if self.drop_stored_weights:
+        if self.drop_stored_weights or self.sixteen_bit:
             return None
-        return source_hash() + "-verified" * self.verify
+        key = source_hash() + "-verified" * self.verify
+        return key + "-8-bit" * self.eight_bit
 
 
 class PassChain(CustomGraphPass):
@@ -80,12 +95,12 @@ class PassChain(CustomGraphPass):
         return None if None in ids else ids
 
 
-def append_fusion(existing: object, *options: bool) -> CustomGraphPass:
-    """The fusion pass with these options, after the passes that the slot holds already."""
+def append_fusion(existing: object, fusion: FusionPass) -> CustomGraphPass:
+    """The fusion pass, after the passes that the slot holds already."""
     if not existing:
-        return FusionPass(*options)
+        return fusion
     others = existing if isinstance(existing, (list, tuple)) else (existing,)
-    return PassChain(tuple(others), FusionPass(*options))
+    return PassChain(tuple(others), fusion)
 
 
 def fusion_in(slot: object) -> FusionPass | None:
@@ -111,7 +126,10 @@ class Installation:
             uninstall()
 
 
-def install(verify: bool = False, drop_stored_weights: bool = False) -> Installation:
+def install(
+    verify: bool = False, drop_stored_weights: bool = False, eight_bit: bool = False,
+    sixteen_bit: Collection[str] = (),
+) -> Installation:  # fmt: skip
     """Make every later `torch.compile` with Inductor fuse hand-written attention.
 
     Functions compiled before are unaffected. A pass that Inductor's `pre_grad_custom_pass` holds
@@ -125,28 +143,40 @@ def install(verify: bool = False, drop_stored_weights: bool = False) -> Installa
         drop_stored_weights: fuse attention also where its weights, or a copy or mean of them, are
             only stored in an attribute of a module (`self.attention_map = weights`). The attribute
             is then None, which the report states, and Inductor's caches are not used.
+        eight_bit: for inference: fuse into :func:`fa_ops.quantized_attention` where no gradient is
+            recorded and masks become causality, windows, lengths or ranges, without dropout and
+            ALiBi, for more than 16 queries or no more keys than queries. Also calls of
+            `scaled_dot_product_attention` and `flex_attention` then. Reports say which products an
+            attention has. `verify` does not compare these calls.
+        sixteen_bit: names of modules whose attention keeps 16-bit products, such as "blocks.0", as
+            `named_modules()` has them, or consecutive parts of them. With names Inductor's caches
+            are not used.
 
     Returns:
         A context manager that uninstalls on exit, unless the pass was installed before the call.
 
     Raises:
-        ValueError: the pass is installed with other options.
+        ValueError: the pass is installed with other options; `sixteen_bit` without `eight_bit`.
+        TypeError: `eight_bit` is not a bool, or `sixteen_bit` no collection of names.
 
     Examples:
         >>> with compile_passes.install():
         ...     out = torch.compile(model)(x)
     """
+    products = QuantizedProducts.of(eight_bit, sixteen_bit)
+    names = products.sixteen_bit if products else ()
+    fusion = FusionPass(verify, drop_stored_weights, eight_bit, names)
     slot = config.pre_grad_custom_pass
     found = fusion_in(slot)
     if found is not None:
-        for name, value in (("verify", verify), ("drop_stored_weights", drop_stored_weights)):
+        for name, value in fusion.options.items():
             if (given := getattr(found, name)) != value:
                 raise ValueError(
                     f"{name} must be {given}, as in the pass that is installed, got {value}; "
                     "call compile_passes.uninstall() first"
                 )
         return Installation(False)
-    config.pre_grad_custom_pass = append_fusion(slot, verify, drop_stored_weights)
+    config.pre_grad_custom_pass = append_fusion(slot, fusion)
     return Installation(True)
 
 

@@ -32,6 +32,7 @@ class Refused(Exception):
 class FusedCore:
     """A call of the operator that replaced an attention; `why` if that depends on its speed.
     `dropped` are the attributes that would store its weights. `verified`: the two were compared.
+    `products` as in `Finding`.
     """
 
     call: fx.Node
@@ -39,6 +40,7 @@ class FusedCore:
     why: str = ""
     dropped: tuple[str, ...] = ()
     verified: bool = False
+    products: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Finding:
         operation: "softmax", or the name of the function that is called.
         dropped: the attributes that are None instead of storing the weights.
         verified: whether it was compared with its replacement, and both gave the same.
+        products: where 8-bit products were asked for, "8-bit", or "16-bit" and why.
     """
 
     softmax: str
@@ -80,6 +83,7 @@ class Finding:
     operation: str = "softmax"
     dropped: tuple[str, ...] = ()
     verified: bool = False
+    products: str = ""
 
     def __str__(self) -> str:
         left = "not fused" if self.operation == "softmax" else f"{self.operation} is left"
@@ -89,6 +93,7 @@ class Finding:
             lines.append(f"    mask: {self.masks}")
             lines += [f"    {self.operation} is replaced: {self.reason}"] if self.reason else []
             lines += ["    verified"] if self.verified else []
+            lines += [f"    products: {self.products}"] if self.products else []
         lines += [f"    {name} is None instead of the weights" for name in self.dropped]
         if self.location.code:
             lines.append(f"    > {self.location.code}")
@@ -137,8 +142,9 @@ def make_finding(node: fx.Node, result: FusedCore | str, operation: str = "softm
         return Finding(node.name, place, False, reason=result, operation=operation)
     call, masks = _describe_call(result.call), _describe_masks(result.masks)
     return Finding(
-        node.name, place, True, call, masks, result.why, operation, result.dropped, result.verified
-    )
+        node.name, place, True, call, masks, result.why, operation, result.dropped,
+        result.verified, result.products,
+    )  # fmt: skip
 
 
 def internal_error(error: Exception) -> str:
@@ -171,8 +177,9 @@ def record(findings: list[Finding]) -> None:
 
 def _describe_call(call: fx.Node) -> str:
     """The call as Python, without arguments that have their default value."""
-    q, k, v, mask, dropout_p, is_causal = call.args
-    options = {"attn_mask": mask, "dropout_p": dropout_p or None, "is_causal": is_causal or None}
+    q, k, v, *others = call.args
+    names = [argument.name for argument in call.target._schema.arguments][3:]
+    options = {name: x or None for name, x in zip(names, others)}
     options |= call.kwargs
     given = [f"{name}={_short(x)}" for name, x in options.items() if x is not None]
     return f"{call.target._schema.name}({', '.join([q.name, k.name, v.name, *given])})"

@@ -21,7 +21,7 @@ from compile_passes.masks.classified_masks import ClassifiedMasks
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import BiasTerm, FillTerm, Leaf
 from compile_passes.report import Refused, log
-from compile_passes.rewrite import lse_nodes, mask_nodes
+from compile_passes.rewrite import eight_bit, lse_nodes, mask_nodes
 from compile_passes.rewrite.emitter import Emitter
 from compile_passes.rewrite.empty_rows import (
     AVERAGING,
@@ -53,10 +53,12 @@ WITH_LSE = torch.ops.fa.attention_with_lse.default
 
 
 def rewrite(
-    site: AttentionSite, masks: ClassifiedMasks, view: GraphView, verify: bool = False
-) -> tuple[fx.Node, bool]:
+    site: AttentionSite, masks: ClassifiedMasks, view: GraphView, verify: bool = False,
+    quantizes: bool = False,
+) -> tuple[fx.Node, bool]:  # fmt: skip
     """Replace an attention. Raises Refused, with the graph unchanged, where that is not
-    possible, or where with `verify` the numbers differ.
+    possible, or where with `verify` the numbers differ. A call that `quantizes` has 8-bit products,
+    and is not compared.
 
     Returns:
         The call, and whether it was compared with what it replaces.
@@ -67,14 +69,15 @@ def rewrite(
     out = site.core.out.node
     emitter = Emitter(view.graph, site, leaves)
     try:
-        call, replaced = _emit_call(emitter, masks, view)
+        call, replaced = _emit_call(emitter, masks, view, quantizes)
         for old, new in replaced.items():
             _check_result(example(new), example(old))
         erased = _nodes_to_erase(site)
         if erased & emitter.inputs():
             raise Refused("an operand of the scores depends on their shape")
         late = lse_nodes.lse_readers(emitter, view, erased)
-        verified = verify and all(_verified(emitter, view, *pair) for pair in replaced.items())
+        verified = verify and not quantizes
+        verified = verified and all(_verified(emitter, view, *pair) for pair in replaced.items())
     except BaseException:
         emitter.undo()
         raise
@@ -145,7 +148,7 @@ def _verified(emitter: Emitter, view: GraphView, old: fx.Node, new: fx.Node) -> 
 
 
 def _emit_call(
-    emitter: Emitter, masks: ClassifiedMasks, view: GraphView
+    emitter: Emitter, masks: ClassifiedMasks, view: GraphView, quantizes: bool
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """(the call, the replacement of each node that the model reads)"""
     site = emitter.site
@@ -180,9 +183,13 @@ def _emit_call(
     if averaging:
         target = AVERAGING
         options |= averaging_options(emitter, masks, emitted)
-    call = result = emitter.function(target, query, k, v, mask, dropout_p, causal, **options)
+    arguments = query, k, v, mask, dropout_p, causal
+    if quantizes:
+        call = result = eight_bit.emit_call(emitter, arguments, options)
+    else:
+        call = result = emitter.function(target, *arguments, **options)
     lse = None
-    if target is not ATTENTION:
+    if target is not ATTENTION or quantizes:
         result, given = (emitter.function(operator.getitem, call, i) for i in (0, 1))
         lse = lse_nodes.eager_lse(emitter, masks, emitted, given) if needs_lse else None
     if site.lses and averaging:
