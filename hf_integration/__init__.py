@@ -25,6 +25,7 @@ from hf_integration.encodings import counts as mask_counts
 from hf_integration.explaining import Explanation, explain
 from hf_integration.hooks import EIGHT_BIT, NAME, PAGED
 from hf_integration.masks import fa_ops_mask
+from hf_integration.sixteen_bit import keep_16_bit
 
 __all__ = [
     "EIGHT_BIT",
@@ -36,6 +37,7 @@ __all__ = [
     "fa_ops_8bit_attention_forward",
     "fa_ops_attention_forward",
     "fa_ops_mask",
+    "keep_16_bit",
     "mask_counts",
     "register",
 ]

@@ -22,6 +22,7 @@ from hf_integration import (
     operators,
     paged,
     rewrites,
+    sixteen_bit,
 )
 from hf_integration.encodings import CompactMask, MaskArguments, PackingHint
 from hf_integration.operators import Extras, LayerCall
@@ -149,7 +150,8 @@ def fa_ops_8bit_attention_forward(
 
     Decoding steps have 16-bit products, as they would have to quantise the whole cache. Calls whose
     mask is dense or float, packed documents, and calls that return weights have them too, with a
-    warning. Arguments and results are those of :func:`fa_ops_attention_forward`.
+    warning, and so have layers that :func:`keep_16_bit` names. Arguments and results are those of
+    :func:`fa_ops_attention_forward`.
 
     Raises:
         ValueError: dropout, or a gradient would be recorded.
@@ -165,8 +167,9 @@ def fa_ops_8bit_attention_forward(
             "attn_implementation='fa_ops_8bit' has no continuous batching; use 'paged|fa_ops'"
         )
     return fa_ops_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, eight_bit=True, **kwargs
-    )
+        module, query, key, value, attention_mask, dropout=dropout,
+        eight_bit=not sixteen_bit.is_kept(module), **kwargs,
+    )  # fmt: skip
 
 
 def _decide(layer: nn.Module, call: LayerCall, family: tuple | None) -> tuple[Decisions, LayerCall]:

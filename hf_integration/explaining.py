@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import fa_ops
 from fa_ops import dispatch
 from hf_integration import architectures, hooks, latent, masks
+from hf_integration.sixteen_bit import is_kept
 
 
 class Layers(NamedTuple):
@@ -100,7 +101,10 @@ def _explain_layer(layer: nn.Module, owner: PreTrainedModel) -> tuple[str, str]:
         return str(chosen), "set in the config; model.set_attn_implementation('fa_ops') changes it"
     notes = [*_features(layer), _masks(config)]
     if config._attn_implementation == hooks.EIGHT_BIT:
-        notes.append("8-bit products for prompts and more than 16 queries")
+        kept = "16-bit products, as keep_16_bit chose"
+        notes.append(
+            kept if is_kept(layer) else "8-bit products for prompts and more than 16 queries"
+        )
     tensors = _example(layer, config)
     if tensors is None:
         return "fa_ops", "; ".join(["its head dimension is unknown", *notes])

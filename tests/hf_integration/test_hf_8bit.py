@@ -53,6 +53,29 @@ def test_a_prefill_is_close_to_16_bits_but_not_equal(model, calls, padding):
     assert 1e-5 < error < 0.05
 
 
+def test_named_layers_keep_16_bits(model, calls):
+    tokens = torch.randint(97, (2, 70))
+    hf_integration.keep_16_bit(model, ["model.layers.1"])
+    logits(model, "fa_ops_8bit", tokens)
+    assert len(calls) == 1  # of the first layer
+    notes = str(hf_integration.explain(model))
+    assert "16-bit products, as keep_16_bit chose" in notes and "8-bit products for" in notes
+    hf_integration.keep_16_bit(model, ["model"])
+    assert torch.equal(logits(model, "fa_ops_8bit", tokens), logits(model, "fa_ops", tokens))
+    hf_integration.keep_16_bit(model, [])
+    logits(model, "fa_ops_8bit", tokens)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [("model", "got 'model'"), ([1], r"got \[1\]"), (["model.layers.2"], "no 'model.layers.2'")],
+)
+def test_names_of_other_layers_are_refused(names, message, model):
+    with pytest.raises((TypeError, ValueError), match=f"names must .*{message}"):
+        hf_integration.keep_16_bit(model, names)
+
+
 def test_sinks_and_windows(calls):
     torch.manual_seed(0)
     config = GptOssConfig(
