@@ -82,3 +82,15 @@ def _backward_rule(cls, operator, types, args: tuple, options: dict | None = Non
 for _name in ("attention", "attention_with_lse"):
     library.register_subclass_rule(_name, library.NestedTensor, _forward_rule)
 library.register_subclass_rule("attention_backward", library.NestedTensor, _backward_rule)
+
+
+def _quantized_rule(cls, operator, types, args: tuple, options: dict | None = None):
+    call = axes.bind(operator, args, options or {})
+    name = next((n for n, x in call.items() if isinstance(x, library.NestedTensor)), "query")
+    raise ValueError(
+        f"{name} must not be a NestedTensor: 8-bit products attend dense tensors, and with scales "
+        "packed ones, see attention_varlen"
+    )
+
+
+library.register_subclass_rule("quantized_attention", library.NestedTensor, _quantized_rule)

@@ -22,8 +22,9 @@ from hf_integration.diffusers import default  # noqa: F401  # before diffusers' 
 from hf_integration.diffusers.explaining import explain
 from hf_integration.diffusers.key_masks import counts as mask_counts
 from hf_integration.diffusers.registration import register
+from hf_integration.diffusers.sixteen_bit import keep_16_bit
 from hf_integration.hooks import EIGHT_BIT, NAME
 
-__all__ = ["EIGHT_BIT", "NAME", "explain", "mask_counts", "register"]
+__all__ = ["EIGHT_BIT", "NAME", "explain", "keep_16_bit", "mask_counts", "register"]
 
 register()

@@ -218,6 +218,26 @@ def test_a_model_with_8bit_products_is_close(calls):
     assert 0 < (actual - expected).norm() < 0.05 * expected.norm()
 
 
+def test_named_modules_keep_16_bits(calls):
+    model, inputs = TINY["hunyuan_video"].build(), TINY["hunyuan_video"].inputs()
+    keep, name = hf_integration.diffusers.keep_16_bit, "transformer_blocks.0"
+    with pytest.raises(ValueError, match="'transformer_blocks.0' has none: call set_attention_b"):
+        keep(model, [name])
+    with torch.no_grad():
+        model.set_attention_backend("fa_ops_8bit")
+        tiny_diffusers.run(model, inputs)
+        before = calls.count("quantized_attention"), calls.count("attention")
+        calls.clear()
+        with pytest.raises(ValueError, match="it has no 'blocks.77'"):
+            keep(model, [name, "blocks.77"])
+        keep(model, [name])
+        tiny_diffusers.run(model, inputs)
+    after = calls.count("quantized_attention"), calls.count("attention")
+    assert after[0] == before[0] - 1 and after[1] == before[1] + 1
+    with pytest.raises(TypeError, match="names must hold names of modules, got 'blocks'"):
+        keep(model, "blocks")
+
+
 def test_the_names_are_members_of_diffusers_list():
     assert AttentionBackendName("fa_ops") is AttentionBackendName.FA_OPS
     assert AttentionBackendName("fa_ops_8bit") is AttentionBackendName.FA_OPS_8BIT

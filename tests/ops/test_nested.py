@@ -57,6 +57,11 @@ def test_errors_name_the_argument():
         fa_ops.attention(q, k.values()[None], v)
     with pytest.raises(ValueError, match="query must be a jagged NestedTensor"):
         fa_ops.attention(q.transpose(1, 2), k, v)
+    message = "must not be a NestedTensor: 8-bit products attend dense tensors"
+    with torch.no_grad(), pytest.raises(ValueError, match=f"query {message}"):
+        fa_ops.quantized_attention(q, k, v)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"value {message}"):
+        fa_ops.quantized_attention(q.values()[None], k.values()[None], v)
 
 
 def test_keys_and_values_have_the_same_lengths():
