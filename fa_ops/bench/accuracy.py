@@ -117,10 +117,10 @@ def records(rows: list[AccuracyRow]) -> list[dict]:
 
 def parsed(lengths: str | None, device: str) -> list[int]:
     """The numbers of keys; the default depends on the device."""
-    words = options.words(lengths)
-    if not words:
+    if lengths is None:
         return [1024, 8192, 65536] if device == "cuda" else [1024, 4096]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
+    words = options.words(lengths)
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise typer.BadParameter(f"lengths must be positive integers, got {lengths!r}")
     return [int(word) for word in words]
 

@@ -55,6 +55,20 @@ def _varlen(f: KernelFamily, S: int, draw: Draw, backend: str):
     return lambda: fa_ops.attention_varlen(q, k, v, ends, ends, is_causal=True, backend=backend)
 
 
+def _quantized(f: KernelFamily, S: int, draw: Draw, backend: str):
+    q, k, v = (draw(1, 16, S, f.D) for _ in range(3))
+    return lambda: fa_ops.quantized_attention(q, k, v, is_causal=True, backend=backend)
+
+
+def _quantized_varlen(f: KernelFamily, S: int, draw: Draw, backend: str):
+    q, k, v = (draw(S, 16, f.D).to(torch.float8_e4m3fn) for _ in range(3))
+    ends = torch.tensor([0, S // 8, S // 2, S], dtype=torch.int32, device=q.device)
+    scales = dict.fromkeys(("q_scale", "k_scale", "v_scale"), torch.ones(1, device=q.device))
+    return lambda: fa_ops.attention_varlen(
+        q, k, v, ends, ends, is_causal=True, backend=backend, **scales
+    )
+
+
 def _decode(f: KernelFamily, S: int, draw: Draw, backend: str, B: int = 8):
     q = draw(B, 32, 1, f.D)
     table, shape = _pages(f, S, B, q.device)
@@ -85,11 +99,14 @@ def _cached(q: Tensor, k: Tensor, v: Tensor, S: int, table: Tensor | None, backe
 
 CALLS = {
     "forward": _dense, "backward": _backward, "varlen": _varlen, "decode": _decode, "mla": _mla,
+    "quantized": _quantized, "quantized varlen": _quantized_varlen,
 }  # fmt: skip
 FAMILIES = (
     *(KernelFamily(f"forward causal D{D}", "forward", D) for D in (64, 128, 256)),
     *(KernelFamily(f"backward causal D{D}", "backward", D) for D in (64, 128, 256)),
     KernelFamily("varlen causal D128", "varlen", 128),
+    KernelFamily("8-bit forward causal D128", "quantized", 128),
+    KernelFamily("8-bit varlen causal D128", "quantized varlen", 128),
     KernelFamily("decode D128", "decode", 128),
     KernelFamily("decode D128, pages of 64", "decode", 128, page=64),
     KernelFamily("MLA", "mla", 576),

@@ -36,6 +36,7 @@ def test_the_command_prints_and_writes_errors(tmp_path):
     ("arguments", "message"),
     [
         (("--lengths", "12,x"), "lengths must be positive integers, got '12,x'"),
+        (("--lengths", ","), "lengths must be positive integers, got ','"),
         (("--only", "uniform"), "no distribution is called 'uniform'"),
     ],
 )
@@ -59,6 +60,12 @@ def test_8_bits_with_scales_of_their_own_beat_one_scale(name):
     found = accuracy.measure(inputs)
     best = min(found["int8"].rmse, found["int8 rotated"].rmse)
     assert found["bfloat16"].rmse < best < 1.02 * found["e4m3 per tensor"].rmse
+
+
+@pytest.mark.parametrize("name", accuracy_problems.DISTRIBUTIONS)
+def test_heads_may_be_narrow(name):
+    errors = accuracy.measure(accuracy_problems.draw(name, 64, 4, 1, 12, "cpu"))
+    assert 0 < errors["int8"].rmse < 0.3
 
 
 def test_the_needle_is_what_its_query_attends():

@@ -53,7 +53,8 @@ def test_a_missing_hopper_gpu_is_an_error():
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_families_call_the_function_of_their_kind(family, monkeypatch):
     called = []
-    for name in ("attention", "attention_varlen", "attention_with_kv_cache"):
+    functions = "attention", "attention_varlen", "attention_with_kv_cache", "quantized_attention"
+    for name in functions:
         original = getattr(fa_ops, name)
         monkeypatch.setattr(
             fa_ops, name, lambda *a, f=original, n=name, **o: called.append(n) or f(*a, **o)
@@ -61,8 +62,10 @@ def test_families_call_the_function_of_their_kind(family, monkeypatch):
     calls = first.measure(family, (65, 3), "cpu", "cpu")
     assert [call.length for call in calls] == [65, 3] and all(call.ms > 0 for call in calls)
     assert [call.compiled for call in calls] == [0, 0]
-    suffix = {"forward": "", "backward": "", "varlen": "_varlen"}.get(family.kind, "_with_kv_cache")
-    assert called == [f"attention{suffix}"] * 2
+    dense, packed, cached, quantized = functions
+    kinds = {"forward": dense, "backward": dense, "varlen": packed, "quantized": quantized}
+    kinds["quantized varlen"] = packed
+    assert called == [kinds.get(family.kind, cached)] * 2
 
 
 def test_compilations_within_a_call_are_counted(monkeypatch, tmp_path):
