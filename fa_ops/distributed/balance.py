@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fa_ops.argument_types import Window, sides
+from fa_ops.argument_types import Window, need_bool, need_int, sides
 from fa_ops.distributed import plans
 from fa_ops.distributed.layout import SequenceLayout, merged, whole_group
-from fa_ops.distributed.masks import Mask, Ranges, on_host, visible
+from fa_ops.distributed.masks import Mask, Ranges, check_masks, on_host, visible
 from fa_ops.distributed.plans import StepProblem
 
 if TYPE_CHECKING:
@@ -54,9 +54,12 @@ def balanced_layout(
         :func:`context_parallel_attention`.
 
     Raises:
-        ValueError: tokens that the processes, or their chunks, do not divide.
+        ValueError, TypeError: tokens that the processes, or their chunks, do not divide; masks
+            that are not such tensors.
     """
     _, _, size = whole_group(mesh_or_group)
+    _check(tokens, is_causal, chunks)
+    check_masks(tokens, kv_lens, key_ranges, cu_seqlens)
     is_free = chunks is None
     if chunks is None:
         chunks = next((n for n in (8, 6, 5, 4, 3, 2) if tokens % (n * size) == 0), 1)
@@ -83,6 +86,14 @@ def balanced_layout(
         ]
     costs = [_cost(mask, layout, attended, before) for layout in found] if found[1:] else [0.0]
     return found[costs.index(min(costs))]
+
+
+def _check(tokens: int, is_causal: bool, chunks: int | None) -> None:
+    if need_int("tokens", tokens) < 0:
+        raise ValueError(f"tokens must be 0 or more, got {tokens}")
+    need_bool("is_causal", is_causal)
+    if chunks is not None:
+        need_int("chunks", chunks)
 
 
 # Pairs that are attended in the time in which a token's keys and values are received: 32 query and

@@ -208,7 +208,8 @@ def agreed(
     one that this process has found before.
     """
     request = None
-    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and timeout > 0):
         given, timeout = timeout, None
         error = error or ValueError(f"timeout must be a positive number or None, got {given!r}")
     try:

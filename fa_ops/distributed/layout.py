@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fa_ops.argument_types import need_bool, need_int, need_tensor
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -193,11 +195,11 @@ def shard(
         x with this process's tokens alone along `dim`.
 
     Raises:
-        ValueError: the length is not such a multiple, or not that of the layout; x has no such
-            dimension.
+        ValueError, TypeError: the length is not such a multiple, or not that of the layout; x has
+            no such dimension; arguments of a wrong type.
     """
     _, rank, size = whole_group(group)
-    _check_dim(x, dim)
+    _check(x, dim, zigzag, layout)
     layout = _layout_of(x.shape[dim], dim, size, zigzag, layout)
     parts = [x.narrow(dim, start, stop - start) for start, stop in layout.segments[rank]]
     return torch.cat(parts, dim) if parts else x
@@ -223,10 +225,11 @@ def unshard(
         The whole sequence, on every process.
 
     Raises:
-        ValueError: the length is not that of the layout; x has no such dimension.
+        ValueError, TypeError: the length is not that of the layout; x has no such dimension;
+            arguments of a wrong type.
     """
     groups = groups_of(group)
-    _check_dim(x, dim)
+    _check(x, dim, zigzag, layout)
     x = x.detach().contiguous()
     parts = [x]
     for members in reversed(groups):  # of the inner dimension first
@@ -239,9 +242,14 @@ def unshard(
     return joined(parts, layout.segments, dim) if layout.tokens else x
 
 
-def _check_dim(x: Tensor, dim: int) -> None:
-    if not -x.dim() <= dim < x.dim():
+def _check(x: Tensor, dim: int, zigzag: bool, layout: SequenceLayout | None) -> None:
+    """Raise TypeError or ValueError for arguments of a wrong kind, or a dimension that x lacks."""
+    need_tensor("x", x)
+    need_bool("zigzag", zigzag)
+    if not -x.dim() <= need_int("dim", dim) < x.dim():
         raise ValueError(f"dim must be one of x's {x.dim()} dimensions, got {dim}")
+    if layout is not None and not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
 
 
 def joined(parts: list[Tensor], segments, dim: int) -> Tensor:

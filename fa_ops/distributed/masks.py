@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fa_ops.argument_types import need_tensor
 from fa_ops.distributed.layout import Segment
 
 
@@ -64,6 +65,42 @@ class Mask(NamedTuple):
             if t is not None:
                 known.update(t.contiguous().numpy().tobytes())
         return known.hexdigest()[:16]
+
+
+def check_masks(
+    tokens: int, kv_lens: Tensor | None, key_ranges: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    """Raise TypeError or ValueError for masks of a whole sequence that cannot be such."""
+    given = {"kv_lens": kv_lens, "key_ranges": key_ranges, "cu_seqlens": cu_seqlens}
+    for name, t in given.items():
+        if t is not None and need_tensor(name, t).dtype != torch.int32:
+            found = str(t.dtype).removeprefix("torch.")
+            raise TypeError(f"{name} must be int32, got {found}")
+    if key_ranges is not None and (
+        key_ranges.dim() != 4 or key_ranges.shape[3] != 2 or key_ranges.shape[2] not in (1, tokens)
+    ):
+        raise ValueError(
+            f"key_ranges must have shape (B or 1, Hq or 1, {tokens} or 1, 2), got "
+            f"{tuple(key_ranges.shape)}"
+        )
+    if cu_seqlens is not None:
+        check_ends(cu_seqlens, tokens)
+    count = None if cu_seqlens is None else len(cu_seqlens) - 1
+    if kv_lens is not None and (kv_lens.dim() != 1 or count not in (None, len(kv_lens))):
+        shape = "(B,)" if count is None else f"({count},), one for each document"
+        raise ValueError(f"kv_lens must have shape {shape}, got {tuple(kv_lens.shape)}")
+
+
+def check_ends(cu_seqlens: Tensor, tokens: int) -> None:
+    """Raise ValueError unless these are boundaries of documents in so many tokens."""
+    ends = on_host(cu_seqlens)
+    if ends.dim() != 1 or not len(ends):
+        raise ValueError(f"cu_seqlens must have shape (documents + 1,), got {tuple(ends.shape)}")
+    if bool((ends.diff() < 0).any()) or ends[0] < 0 or ends[-1] > tokens:
+        raise ValueError(
+            f"cu_seqlens must not decrease and be within [0, {tokens}], the tokens of all "
+            f"processes, got {ends.tolist()[:16]}"
+        )
 
 
 class Ranges(NamedTuple):

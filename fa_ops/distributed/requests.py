@@ -10,11 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from fa_ops import dispatch, planning
-from fa_ops.argument_types import Window, checked_options, need_bool, need_tensor, sides
+from fa_ops import checks, dispatch, planning
+from fa_ops.argument_types import (
+    Window,
+    checked_options,
+    need_bool,
+    need_number,
+    need_tensor,
+    sides,
+)
 from fa_ops.call import DENSE, Call
 from fa_ops.distributed.layout import Members, SequenceLayout, contiguous_layout, zigzag_layout
-from fa_ops.distributed.masks import Mask, on_host
+from fa_ops.distributed.masks import Mask, check_ends, on_host
 from fa_ops.distributed.plans import StepProblem
 from fa_ops.distributed.stepwise import StepOptions
 from fa_ops.ops import autograd
@@ -114,7 +121,8 @@ def _alike(
     ):
         return None
     geometry = [
-        x is None or (x.shape, x.dtype, x.device, x.requires_grad) for x in (*tensors, *masks)
+        x is None or (x.shape, x.dtype, x.device, x.requires_grad, x.stride()[-1:])
+        for x in (*tensors, *masks)
     ]
     values = [None if x is None else on_host(x).numpy().tobytes() for x in masks]
     sides = options.window if isinstance(options.window, tuple) else ()
@@ -180,8 +188,6 @@ def _check_scheme(options: Options, groups: tuple[Members, ...], query: Tensor) 
             f"query must have a number of heads that the {exchanging} processes which exchange "
             f"heads divide, got {query.shape[1]}"
         )
-    if not 0.0 <= options.dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1), got {options.dropout_p}")
 
 
 def _layout(layout: str | SequenceLayout, name: str, local: int, size: int) -> SequenceLayout:
@@ -212,6 +218,9 @@ def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Options
         options.deterministic, options.backend,
     )  # fmt: skip
     given = checked_options(q, k, v, tensors, scalars)
+    if not 0.0 <= need_number("dropout_p", options.dropout_p) < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {options.dropout_p}")
+    checks.contiguous_rows(query=q, key=k, value=v)
     for name, t in (("alibi_slopes", options.alibi_slopes), ("sinks", options.sinks)):
         if t is not None and t.device != q.device:
             raise ValueError(f"{name} is on {t.device}, but query is on {q.device}")
@@ -259,7 +268,7 @@ def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
 
 
 def _check_documents(q: Tensor, k: Tensor, size: int, options: Options) -> None:
-    ends = on_host(need_tensor("cu_seqlens", options.cu_seqlens))
+    ends = need_tensor("cu_seqlens", options.cu_seqlens)
     tokens = q.shape[2] * size
     if q.shape[0] != 1:
         raise ValueError(f"query must have a batch of 1 with cu_seqlens, got {q.shape[0]}")
@@ -270,13 +279,7 @@ def _check_documents(q: Tensor, k: Tensor, size: int, options: Options) -> None:
         )
     if options.key_ranges is not None:
         raise ValueError("key_ranges and cu_seqlens both separate documents: pass one of them")
-    if ends.dim() != 1 or not len(ends):
-        raise ValueError(f"cu_seqlens must have shape (documents + 1,), got {tuple(ends.shape)}")
-    if len(ends) and (bool((ends.diff() < 0).any()) or ends[0] < 0 or ends[-1] > tokens):
-        raise ValueError(
-            f"cu_seqlens must not decrease and be within [0, {tokens}], the tokens of all "
-            f"processes, got {ends.tolist()[:16]}"
-        )
+    check_ends(ends, tokens)
     slopes = options.alibi_slopes
     if slopes is not None and (slopes.dim() != 1 or options.kv_lens is not None):
         raise NotImplementedError(

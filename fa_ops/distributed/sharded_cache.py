@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fa_ops import api
+from fa_ops import api, checks
 from fa_ops.argument_types import Window, need_bool, need_tensor, sides
 from fa_ops.distributed import agreement
 from fa_ops.distributed.exchange import all_gather
@@ -97,7 +97,9 @@ def attention_with_sharded_kv_cache(
     flags = {"is_causal": is_causal, "check": check, "return_lse": return_lse}
     for name, flag in flags.items():
         need_bool(name, flag)
-    several = need_tensor("query", query).dim() == 4 and query.shape[2] > 1
+    if need_tensor("query", query).dim() != 4:
+        raise ValueError(f"query must have shape (B, Hq, Sq, D), got {tuple(query.shape)}")
+    several = query.shape[2] > 1
     for name, given in (("window", window), ("alibi_slopes", alibi_slopes)):
         if given is not None and several:
             raise NotImplementedError(
@@ -106,6 +108,7 @@ def attention_with_sharded_kv_cache(
     if check:
         text = f"query {tuple(query.shape)} of {query.dtype}, is_causal={is_causal}"
         agreement.agree(members, text, None, query.device)
+    _check_tensors(query, kv_lens, key, sinks)
     placed = window is not None or alibi_slopes is not None
     length = kv_lens if key is None else kv_lens + key.shape[2]
     after = _keys_after(length, members) if placed else None
@@ -118,10 +121,23 @@ def attention_with_sharded_kv_cache(
         return_lse=True, backend=backend,
     )  # fmt: skip
     if alibi_slopes is not None:  # the distance to the keys that follow on other processes
-        slopes = alibi_slopes.view(-1, alibi_slopes.shape[-1], 1)
-        lse = lse - (slopes * after.view(-1, 1, 1)).to(lse.dtype)
+        slopes = alibi_slopes.to(lse.dtype).view(-1, alibi_slopes.shape[-1], 1)
+        lse = lse - slopes * after.view(-1, 1, 1)
     out, lse = _merged(_gathered(out, members), _gathered(lse, members), sinks)
     return (out, lse) if return_lse else out
+
+
+def _check_tensors(
+    query: Tensor, kv_lens: Tensor, key: Tensor | None, sinks: Tensor | None
+) -> None:
+    """Raise for what is used before or after :func:`attention_with_kv_cache`, which checks all."""
+    checks.integers(query, "kv_lens", need_tensor("kv_lens", kv_lens))
+    checks.has_shape("kv_lens", kv_lens, query.shape[:1])
+    if key is not None and need_tensor("key", key).dim() != 4:
+        raise ValueError(f"key must have shape (B, Hkv, Sn, D), got {tuple(key.shape)}")
+    if sinks is not None:
+        checks.floats(query, "sinks", need_tensor("sinks", sinks))
+        checks.has_shape("sinks", sinks, query.shape[1:2])
 
 
 def _merged(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ The sharding of the query decides. On mesh dimensions where it is sharded over b
 other arguments and the results are sharded likewise, without communication. Where it is sharded
 over its length, heads are exchanged so that each process has all tokens of some of them; where
 their number does not permit that, keys and values are gathered, and each process attends them with
-its own queries. Other inputs are gathered with a warning. Plain tensors count as replicated. This
-module is imported together with torch's DTensor.
+its own queries. Other inputs are gathered with a warning. Plain tensors other than query, key and
+value count as replicated. This module is imported together with torch's DTensor.
 """
 
 from __future__ import annotations
@@ -112,8 +112,11 @@ def _attention_rule(cls, operator: OpOverload, types, args: tuple, options: dict
     call = axes.bind(operator, args, options or {})
     if call.get("dropout_p"):
         raise NotImplementedError(f"{operator.name()} with dropout_p > 0 does not support DTensors")
-    if not isinstance(call["query"], DTensor):
-        raise TypeError(f"{operator.name()}: query must be a DTensor if another argument is one")
+    for name in ("query", "key", "value"):
+        if name in call and not isinstance(call[name], DTensor):
+            raise TypeError(
+                f"{operator.name()}: {name} must be a DTensor if another argument is one"
+            )
     # The global call on meta tensors checks the user's arguments and gives the shapes of results.
     whole = operator(**{name: _on_meta(x) for name, x in call.items()})
     mesh, roles, call_axes = call["query"].device_mesh, _roles(operator, call), axes.of(call)

@@ -243,7 +243,7 @@ def check_errors() -> None:
         attend(q, k, v, "cp")
     with pytest.raises(ValueError, match=r"mesh must have one dimension, or two .* got 3 of sizes"):
         attend(q, k, v, mesh(2, 2, 1))
-    for timeout in (0, -1.0, "3"):
+    for timeout in (0, -1.0, "3", True):
         with pytest.raises(ValueError, match=f"timeout must be a positive .* got {timeout!r}"):
             attend(q, k, v, timeout=timeout)
     with pytest.raises(ValueError, match="^key is on meta, but query is on cpu"):
@@ -259,6 +259,10 @@ def check_errors() -> None:
     for p in (-0.1, 1.0):
         with pytest.raises(ValueError, match=rf"dropout_p must be in \[0, 1\), got {p}"):
             attend(q, k, v, scheme="ring", dropout_p=p)
+    with pytest.raises(TypeError, match="dropout_p must be a number, got None"):
+        attend(q, k, v, dropout_p=None)
+    with pytest.raises((ValueError, RuntimeError), match="key must be contiguous in its last"):
+        attend(q, k.mT.contiguous().mT if dist.get_rank() == 1 else k, v)
     with pytest.raises(ValueError, match=r"key_ranges must have shape .* \(1, 4, 32\), got"):
         attend(q, k, v, key_ranges=torch.zeros(1, 1, 8, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"cu_seqlens must not decrease and be within \[0, 32\]"):

@@ -28,6 +28,9 @@ CASES = {
     },
     "pages": {"pages": True, "new": 1, "lens": OTHERS},
     "bfloat16": {"dtype": torch.bfloat16},
+    "float64": {
+        "dtype": torch.float64, "alibi_slopes": torch.linspace(0.1, 0.6, Hq), "lens": OTHERS,
+    },
 }  # fmt: skip
 
 
@@ -70,7 +73,7 @@ def check(new=0, Sq=1, lens=LENS, dtype=torch.float32, pages=False, **options) -
     found = attention_with_sharded_kv_cache(
         query, *mine, lens[rank], return_lse=True, **(appended if is_last else {}), **options
     )
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
     assert found[0].dtype == dtype and found[0].transpose(1, 2).is_contiguous()

@@ -13,7 +13,6 @@ from fa_ops.compat.flash.arguments import (
     infinite_where_empty,
     number,
     parts,
-    scalar,
     shape,
     sides,
 )
@@ -116,7 +115,8 @@ def options_of(
 ) -> dict:  # fmt: skip
     """The options of context_parallel_attention for the arguments of ring-flash-attention."""
     return {
-        "dropout_p": number("dropout_p", dropout_p), "scale": scalar(softmax_scale),
+        "dropout_p": number("dropout_p", dropout_p),
+        "scale": None if softmax_scale is None else number("softmax_scale", softmax_scale),
         "is_causal": flag("causal", causal),
         "window": sides(window_size), "alibi_slopes": alibi_slopes,
         "deterministic": flag("deterministic", deterministic),

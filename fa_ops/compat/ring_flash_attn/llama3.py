@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -37,10 +38,18 @@ def llama3_flash_attn_prepare_cu_seqlens(
         attend, which are ``local_k_slice`` of it.
 
     Raises:
-        ValueError: cu_seqlens that do not rise from 0, or tokens that the processes do not divide.
+        ValueError: cu_seqlens that do not rise from 0, tokens that the processes do not divide, or
+            a rank that the group does not have.
+        TypeError: cu_seqlens that are not int32.
     """
-    ends = need_tensor("cu_seqlens", cu_seqlens).tolist()
+    if need_tensor("cu_seqlens", cu_seqlens).dtype != torch.int32 or cu_seqlens.dim() != 1:
+        dtype = str(cu_seqlens.dtype).removeprefix("torch.")
+        found = f"{dtype} of shape {tuple(cu_seqlens.shape)}"
+        raise TypeError(f"cu_seqlens must be int32 of shape (B + 1,), got {found}")
     rank, size = need_int("rank", scalar(rank)), need_int("world_size", scalar(world_size))
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be in [0, world_size), got {rank} of {size}")
+    ends = cu_seqlens.tolist()
     if len(ends) < 2 or ends[0] or ends != sorted(ends) or ends[-1] % size:
         raise ValueError(
             f"cu_seqlens must rise from 0 to a multiple of world_size {size}, got {ends[:16]}"
