@@ -77,8 +77,8 @@ def context_parallel(
         the whole batch; `use_cache=False`.
 
     Raises:
-        ValueError: tensors that cannot be distributed, or a number of tokens that the processes do
-            not divide.
+        ValueError, TypeError: tensors that cannot be distributed or do not fit each other, a number
+            of tokens that the processes do not divide, or no such layout.
         NotImplementedError: documents packed into several rows; raised by layers whose mask is
             dense, or chunked over padding or documents, or which have a position bias, a cache or
             `output_attentions`.
@@ -147,6 +147,10 @@ def active() -> Distribution | None:
 
 def _whole_positions(batch: Mapping[str, Any]) -> tuple[int, Tensor]:
     """The number of tokens, and the positions (B or 1, S)."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batch must be a mapping of a model's arguments, got {type(batch).__name__}"
+        )
     first = batch.get("input_ids")
     first = batch.get("inputs_embeds") if first is None else first
     if not isinstance(first, Tensor) or first.dim() < 2:
@@ -155,8 +159,14 @@ def _whole_positions(batch: Mapping[str, Any]) -> tuple[int, Tensor]:
     mask = batch.get("attention_mask")
     for name in ("attention_mask", *_TOKENS):
         value = batch.get(name)
-        if value is not None and tuple(value.shape[1:2]) != (tokens,):
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+        if tuple(value.shape[1:2]) != (tokens,):
             raise ValueError(f"{name} must have {tokens} tokens, got shape {tuple(value.shape)}")
+        if len(value) != len(first) and not (name == "position_ids" and len(value) == 1):
+            raise ValueError(f"{name} must have {len(first)} rows, got shape {tuple(value.shape)}")
     if mask is not None and mask.dim() != 2:
         raise ValueError(f"attention_mask must have shape (B, S), got {tuple(mask.shape)}")
     known = (*_TOKENS, "attention_mask")
@@ -172,8 +182,12 @@ def _whole_positions(batch: Mapping[str, Any]) -> tuple[int, Tensor]:
 
 
 def _layout(layout, tokens: int, positions: Tensor, mesh_or_group) -> str | SequenceLayout:
-    if layout != "auto":
+    if isinstance(layout, SequenceLayout) or layout in ("zigzag", "contiguous"):
         return layout
+    if layout != "auto":
+        raise ValueError(
+            f"layout must be 'auto', 'zigzag', 'contiguous' or a SequenceLayout, got {layout!r}"
+        )
     documents = packing.documents(positions, None) if positions.shape[0] == 1 else None
     if documents is None:
         return "zigzag"

@@ -74,8 +74,8 @@ def check(
         assert torch.allclose(mine, grad, atol=2e-5, rtol=1e-4), (name, (mine - grad).abs().max())
 
 
-def enter(batch: dict) -> None:
-    with hf_integration.context_parallel(batch):
+def enter(batch: dict, **options) -> None:
+    with hf_integration.context_parallel(batch, **options):
         pass
 
 
@@ -88,6 +88,14 @@ def check_errors() -> None:
         enter(batch | {"pixels": torch.ones(2)})
     with pytest.raises(ValueError, match="labels must have 16 tokens"):
         enter(batch | {"labels": torch.ones(2, 3).long()})
+    with pytest.raises(ValueError, match=f"labels must have {len(ids)} rows"):
+        enter(batch | {"labels": torch.ones(len(ids) + 1, 16).long()})
+    with pytest.raises(TypeError, match="attention_mask must be a Tensor, got list"):
+        enter(batch | {"attention_mask": [1] * 16})
+    with pytest.raises(TypeError, match="batch must be a mapping of a model's arguments, got list"):
+        enter([ids])
+    with pytest.raises(ValueError, match="layout must be 'auto', .* got 'stripes'"):
+        enter(batch, layout="stripes")
     with pytest.raises(NotImplementedError, match="packed documents in a single row"):
         enter(batch | {"position_ids": packed.repeat(2, 1)})
     with hf_integration.context_parallel(batch) as part:
