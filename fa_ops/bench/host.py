@@ -16,7 +16,6 @@ from fa_ops import dispatch, planning
 from fa_ops.bench.check import grad_out
 from fa_ops.bench.timing import Run
 from fa_ops.call import DENSE, Call, Saved
-from fa_ops.types import Spec
 
 SHAPE = (1, 8, 64, 64)
 TRAINING = ", forward + backward"
@@ -33,9 +32,9 @@ def runs(device: str, shape: tuple[int, ...] = SHAPE) -> dict[str, Run]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> dict[str, Run]:
-    spec = Spec()
-    call = planning.normalised(Call(DENSE, q, k, v, spec))
-    module, operator = dispatch.choose(call), torch.ops.fa.attention.default
+    call = planning.normalised(Call(DENSE, q, k, v))
+    module, plan = dispatch.choose(call), planning.plan_of(call)
+    operator = torch.ops.fa.attention.default
 
     def run(call: Callable[[], object], kernel: SDPBackend | None = None) -> Run:
         return Run(lambda _: call(), context=lambda: _context(False, kernel))
@@ -54,7 +53,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> d
         "  inside: planning": run(
             lambda: planning.prepared(key_of(DENSE, q, k, v, call.tensors, scalars))
         ),
-        f"  inside: backend {_name(module)}": run(lambda: module.forward(q, k, v, spec)),
+        f"  inside: backend {_name(module)}": run(lambda: plan.run(q, k, v, call.tensors)),
         **{name: run(sdpa, kernel) for name, kernel in peers.items()},
         "torch.empty_like": run(lambda: torch.empty_like(q)),
     }
@@ -72,12 +71,13 @@ def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> 
             context=lambda: _context(True, kernel),
         )
 
-    spec = Spec()
     operator = torch.ops.fa.attention_backward.default
     out, lse = fa_ops.attention(q, k, v, return_lse=True)
     saved = grad_out(out), None, q, k, v, out, lse
     given = Saved(saved[0], None, out, lse)
-    module = dispatch.choose(planning.normalised(Call(DENSE, q, k, v, spec, saved=given)))
+    call = planning.normalised(Call(DENSE, q, k, v, saved=given))
+    module, scalars = dispatch.choose(call), planning.scalars_of(call)
+    plan = planning.prepared_backward(call, scalars, q, k, v, call.tensors, given)
     sdpa = F.scaled_dot_product_attention
     return {
         f"fa_ops.attention{TRAINING}": training(fa_ops.attention),
@@ -85,7 +85,7 @@ def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> 
             lambda _: operator(*saved), context=torch.no_grad
         ),
         f"  inside: backend {_name(module)}, backward": Run(
-            lambda _: module.backward(*saved, spec), context=torch.no_grad
+            lambda _: plan.run(*saved, call.tensors), context=torch.no_grad
         ),
         **{f"{name}{TRAINING}": training(sdpa, kernel) for name, kernel in peers.items()},
         f"torch.addcmul{TRAINING}": training(torch.addcmul),

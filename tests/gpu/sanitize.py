@@ -20,11 +20,11 @@ import importlib
 import itertools
 import random
 import sys
+from types import ModuleType
 
 import torch
 
 import fa_ops
-from fa_ops.backends import hopper
 from fa_ops.backends.hopper import quantized_packed
 from fa_ops.cli.fuzz_cases import refusal
 from fa_ops.testing import PackedCase, draws, make_case, random_case
@@ -33,15 +33,23 @@ from fa_ops.testing.caches import call as call_cached
 from fa_ops.testing.quantized import call as call_quantized
 from fa_ops.testing.quantized import random_quantized_case
 from fa_ops.types import Packing, Spec, keywords
+from tests.gpu import hopper_calls
 from tests.gpu.cases import few_processors, pairs_of_ctas
 
 CASES = 24
 HALF = (torch.bfloat16, torch.float16)
 
 
+def functions_of(backend: str) -> ModuleType:
+    """The module with a function for each kind of call."""
+    if backend == "hopper":
+        return hopper_calls
+    return importlib.import_module(f"fa_ops.backends.{backend}")
+
+
 def run(backend: str, first: int, step: int) -> int:
     """Random dense calls, calls with large scores, packed calls and calls over caches."""
-    module, calls = importlib.import_module(f"fa_ops.backends.{backend}"), 0
+    module, calls = functions_of(backend), 0
     for seed in range(first, 1000, step):
         if calls * step >= CASES:
             break
@@ -70,9 +78,9 @@ def run_pairs() -> int:
             torch.randn(2, H, S, 256, device="cuda", dtype=torch.bfloat16)
             for H, S in ((Hq, Sq), (Hkv, Sk))
         )
-        out, lse = hopper.forward(q, k, k, causal)
+        out, lse = hopper_calls.forward(q, k, k, causal)
         with pairs_of_ctas():
-            hopper.backward(torch.randn_like(out), None, q, k, k, out, lse, causal)
+            hopper_calls.backward(torch.randn_like(out), None, q, k, k, out, lse, causal)
     return len(shapes)
 
 
@@ -84,9 +92,9 @@ def run_whole_heads() -> int:
             torch.randn(2, H, S, D, device="cuda", dtype=torch.bfloat16)
             for H, S in ((Hq, Sq), (Hkv, Sk))
         )
-        out, lse = hopper.forward(q, k, k, causal)
+        out, lse = hopper_calls.forward(q, k, k, causal)
         with few_processors(2):
-            hopper.backward(torch.randn_like(out), None, q, k, k, out, lse, causal)
+            hopper_calls.backward(torch.randn_like(out), None, q, k, k, out, lse, causal)
     return 2 * len(shapes)
 
 
@@ -248,7 +256,7 @@ def run_tiles(backend: str, first: int, step: int) -> int:
         if is_broken:
             spec.mask_blocks.random_(-100, 100)
         with few_processors(2) if seed % 2 else contextlib.nullcontext():
-            module = importlib.import_module(f"fa_ops.backends.{backend}")
+            module = functions_of(backend)
             out, lse = module.forward(q, k, v, spec)
             module.backward(torch.randn_like(out), None, q, k, v, out, lse, spec, is_float)
         calls += 1

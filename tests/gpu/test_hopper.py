@@ -10,6 +10,7 @@ import fa_ops
 from fa_ops.backends import dropout, hopper
 from fa_ops.testing import Case, PackedCase
 from fa_ops.types import Packing, Spec
+from tests.gpu import hopper_calls
 from tests.gpu.cases import (
     UNBOUNDED,
     MaskedCase,
@@ -96,11 +97,11 @@ def test_cuda_graphs_replay_with_new_inputs():
 
 def test_a_new_thread_can_make_a_call():
     q = torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16)
-    expected, results = hopper.forward(q, q, q, Spec()), []
+    expected, results = hopper_calls.forward(q, q, q, Spec()), []
 
     def run():
         # uses memory cached by the allocator, so that only the call itself initialises CUDA here
-        results.append(hopper.forward(q, q, q, Spec()))
+        results.append(hopper_calls.forward(q, q, q, Spec()))
 
     for _ in range(3):
         thread = threading.Thread(target=run)
@@ -117,8 +118,8 @@ def test_a_new_thread_can_make_the_first_call_of_a_shape():
     results = []
 
     def run(x):
-        out, lse = hopper.forward(x, x, x, Spec())
-        results.append(hopper.backward(torch.ones_like(out), None, x, x, x, out, lse, Spec()))
+        out, lse = hopper_calls.forward(x, x, x, Spec())
+        results.append(hopper_calls.backward(torch.ones_like(out), None, x, x, x, out, lse, Spec()))
 
     kept = torch.empty(1 << 24, device="cuda")
     run(small)  # loads the kernels
@@ -132,12 +133,12 @@ def test_more_heads_than_the_limit_of_a_grid_dimension():
     q, k, v = (torch.randn(8192, 9, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     ranges = torch.tensor([[0, 2], [0, 3], [1, 3]], device="cuda", dtype=torch.int32)[None, None]
     for spec in (Spec(), Spec(key_ranges=ranges)):
-        out, lse = hopper.forward(q, k, v, spec)
+        out, lse = hopper_calls.forward(q, k, v, spec)
         grad = torch.randn_like(out)
-        whole = hopper.backward(grad, None, q, k, v, out, lse, spec)
+        whole = hopper_calls.backward(grad, None, q, k, v, out, lse, spec)
         last = slice(-2, None)
-        out, lse = hopper.forward(q[last], k[last], v[last], spec)
-        part = hopper.backward(grad[last], None, q[last], k[last], v[last], out, lse, spec)
+        out, lse = hopper_calls.forward(q[last], k[last], v[last], spec)
+        part = hopper_calls.backward(grad[last], None, q[last], k[last], v[last], out, lse, spec)
         for x, y in zip(whole[:3], part[:3]):
             torch.testing.assert_close(x[last], y, rtol=0.02, atol=0.02)
 
@@ -359,8 +360,8 @@ def test_every_kernel_drops_the_weights_of_keep_mask(D, p):
         spec = Spec(dropout_p=p, dropout_seed=seed, deterministic=deterministic)
 
         def grads(q, k, v, grad_out, spec=spec):
-            out, lse = hopper.forward(q, k, v, spec)
-            return out, hopper.backward(grad_out, None, q, k, v, out, lse, spec)
+            out, lse = hopper_calls.forward(q, k, v, spec)
+            return out, hopper_calls.backward(grad_out, None, q, k, v, out, lse, spec)
 
         zero_q, zero_k, zero_v = zeros
         for first in range(0, Sk, D):
@@ -388,7 +389,7 @@ def test_packed_dropout_drops_the_weights_of_keep_mask():
     spec, slices = Spec(dropout_p=p, dropout_seed=seed), []
     for first in range(0, T, D):
         values = one_hot(1, H, T, D, first)[0].transpose(0, 1)
-        slices.append(hopper.varlen_forward(zeros, zeros, values, packing, spec)[0] > 0)
+        slices.append(hopper_calls.varlen_forward(zeros, zeros, values, packing, spec)[0] > 0)
     actual = torch.cat(slices, -1)  # (T, H, tokens)
     for b, (start, n) in enumerate(zip(ends.tolist(), lengths)):
         heads, tokens = torch.arange(H, device="cuda") + b * H, torch.arange(n, device="cuda")
@@ -441,12 +442,14 @@ def test_cuda_graphs_replay_dropout_with_another_seed():
     q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     seed = torch.tensor([1], device="cuda")
     spec = Spec(dropout_p=0.5, dropout_seed=seed)
-    hopper.forward(q, k, v, spec)
+    hopper_calls.forward(q, k, v, spec)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = hopper.forward(q, k, v, spec)
+        out, _ = hopper_calls.forward(q, k, v, spec)
     seed.fill_(2)
     graph.replay()
     expected = spec._replace(dropout_seed=torch.tensor([2], device="cuda"))
-    assert torch.equal(out, hopper.forward(q, k, v, expected)[0])
-    assert not torch.equal(out, hopper.forward(q, k, v, spec._replace(dropout_seed=seed - 1))[0])
+    assert torch.equal(out, hopper_calls.forward(q, k, v, expected)[0])
+    assert not torch.equal(
+        out, hopper_calls.forward(q, k, v, spec._replace(dropout_seed=seed - 1))[0]
+    )

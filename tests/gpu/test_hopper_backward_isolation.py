@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from fa_ops.backends import hopper, reference
+from fa_ops.backends import reference
 from fa_ops.types import Packing, Spec
+from tests.gpu import hopper_calls
 from tests.gpu.cases import few_processors
 
 B, HQ, HKV, SQ, SK = 2, 4, 2, 200, 330
@@ -100,7 +101,7 @@ def backward(q, k, v, grad_out, spec, grad_lse=None, poison=None, kept=None):
     if poison in ("key", "query"):
         lse[kept] = math.nan
     out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    return hopper.backward(grad_out, grad_lse, q, k, v, out, lse.float().contiguous(), spec)
+    return hopper_calls.backward(grad_out, grad_lse, q, k, v, out, lse.float().contiguous(), spec)
 
 
 @pytest.mark.parametrize("processors", [None, 1])  # groups of query heads are divided, or not
@@ -189,7 +190,7 @@ def test_sequences(D, deterministic, operand, is_causal):
 
     def solve():
         q, k, v, grad_out = tensors
-        return hopper.varlen_backward(grad_out, None, q, k, v, out, lse, packing, spec)
+        return hopper_calls.varlen_backward(grad_out, None, q, k, v, out, lse, packing, spec)
 
     clean = solve()
     for token in (bad.start + 60, 2, T - 2):
@@ -211,7 +212,7 @@ def test_nan_in_all_rows_is_not_much_slower():
         for _ in range(2):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            grads = hopper.backward(out, None, q, q, q, out, lse, spec)
+            grads = hopper_calls.backward(out, None, q, q, q, out, lse, spec)
             end.record()
             torch.cuda.synchronize()
         times.append(start.elapsed_time(end))

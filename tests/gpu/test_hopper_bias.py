@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends import hopper
 from fa_ops.types import Spec
+from tests.gpu import hopper_calls
 from tests.gpu.cases import MaskedCase, check, masked_case, random_masked_case
 
 
@@ -102,6 +102,6 @@ def test_plans_are_reused_for_masks_at_other_addresses():
     q = torch.randn(1, 2, 130, 64, device="cuda", dtype=torch.bfloat16)
     masks = [torch.randn(130, 136, device="cuda", dtype=torch.bfloat16)[:, :130] for _ in range(3)]
     for mask in masks:
-        out, _ = hopper.forward(q, q, q, Spec(attn_mask=mask))
+        out, _ = hopper_calls.forward(q, q, q, Spec(attn_mask=mask))
         expected = fa_ops.attention(q.float(), q.float(), q.float(), mask.float())
         torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)

@@ -9,6 +9,7 @@ import fa_ops
 from fa_ops.backends import hopper, reference
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.types import Cache, Spec
+from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen
 from tests.kernels import relative_error
 
@@ -104,7 +105,7 @@ def test_scales_that_differ_by_powers(page_size, token_scales):
     each[1::7] = 0
     for v_scale in (scale, scale * 2.0**-60, torch.zeros_like(scale)):
         own = cache._replace(v_scale=v_scale)
-        out, lse = hopper.cache_forward(q, k, v, own, spec)
+        out, lse = hopper_calls.cache_forward(q, k, v, own, spec)
         expected, expected_lse = reference.cached(q, k, v, own, spec)
         unit = expected.abs().amax((-1, -2), keepdim=True).clamp(min=1e-25)
         assert ((out.double() - expected).abs() / unit).max() < 2e-2
@@ -120,7 +121,7 @@ def test_one_scale_alone(scales, page_size):
     )  # fmt: skip
     q, k, v, cache, spec = case.fresh()
     cache = cache._replace(**{"v_scale" if scales == "key" else "k_scale": None})
-    out, _ = hopper.cache_forward(q, k, v, cache, spec)
+    out, _ = hopper_calls.cache_forward(q, k, v, cache, spec)
     expected, _ = reference.cached(q, k, v, cache, spec)
     assert relative_error(out, expected) < 1e-2
 
@@ -189,11 +190,11 @@ def test_one_cuda_graph_serves_every_length():
     pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
     cache = cache._replace(page_table=pages.view_as(cache.page_table))
     k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
-    hopper.cache_forward(q, k, v, cache, spec)
+    hopper_calls.cache_forward(q, k, v, cache, spec)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper.cache_forward(q, k, v, cache, spec)
-        repeated = hopper.cache_forward(q, k, v, cache, spec)
+        captured = hopper_calls.cache_forward(q, k, v, cache, spec)
+        repeated = hopper_calls.cache_forward(q, k, v, cache, spec)
     for step in range(8):
         q.normal_()
         spec.kv_lens.random_(0, 9000)
@@ -221,7 +222,7 @@ def test_dense_calls(B, S):
     """The host knows the lengths, and thus whether results of parts must be merged."""
     q = torch.randn(B, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(B, 2, S, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    out, lse = hopper.forward(q, k, v, Spec())
+    out, lse = hopper_calls.forward(q, k, v, Spec())
     expected = reference.dense(q.double(), k.double(), v.double(), Spec())
     assert relative_error(out, expected[0]) < 1e-2
     torch.testing.assert_close(lse.double(), expected[1].double(), atol=2e-4, rtol=1e-5)
@@ -237,12 +238,14 @@ def test_lengths_written_by_the_preceding_kernel():
     expected = []
     for n in lengths:
         torch.cuda.synchronize()
-        expected.append(hopper.cache_forward(q, k, v, Cache(), spec._replace(kv_lens=n.clone())))
+        expected.append(
+            hopper_calls.cache_forward(q, k, v, Cache(), spec._replace(kv_lens=n.clone()))
+        )
     torch.cuda.synchronize()
     results = []
     for n in lengths:
         spec.kv_lens.copy_(n)
-        results.append(hopper.cache_forward(q, k, v, Cache(), spec))
+        results.append(hopper_calls.cache_forward(q, k, v, Cache(), spec))
     for result, one in zip(results, expected):
         assert all(torch.equal(a, b) for a, b in zip(result, one))
 
@@ -252,12 +255,12 @@ def test_concurrent_streams_give_equal_results():
         B=5, Hq=8, S=9000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         lens=(9000, 1, 0, 5000, 4097),
     ).fresh()  # fmt: skip
-    expected = hopper.cache_forward(q, k, v, Cache(), spec)
+    expected = hopper_calls.cache_forward(q, k, v, Cache(), spec)
     streams, results = [torch.cuda.Stream() for _ in range(2)], []
     torch.cuda.synchronize()
     for step in range(200):
         with torch.cuda.stream(streams[step % 2]):
-            results.append(hopper.cache_forward(q, k, v, Cache(), spec))
+            results.append(hopper_calls.cache_forward(q, k, v, Cache(), spec))
     torch.cuda.synchronize()
     for result in results:
         assert all(torch.equal(a, b) for a, b in zip(expected, result))
@@ -271,8 +274,9 @@ def test_earlier_contents_of_shared_memory_have_no_effect(group):
     filler = torch.empty(8, 16, 1024, 256, device="cuda", dtype=torch.bfloat16)
     results = []
     for value in (0.0, 100.0, -1e4, float("nan")):
-        hopper.forward(*(filler.fill_(value),) * 3, Spec())  # fills shared memory with the value
-        results.append(hopper.cache_forward(q, k, v, Cache(), spec))
+        filler.fill_(value)
+        hopper_calls.forward(filler, filler, filler, Spec())  # fills shared memory with the value
+        results.append(hopper_calls.cache_forward(q, k, v, Cache(), spec))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result))
 

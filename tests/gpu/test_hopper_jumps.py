@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from fa_ops.backends import hopper, reference
+from fa_ops.backends import reference
 from fa_ops.types import Packing, Spec
+from tests.gpu import hopper_calls
 from tests.kernels import relative_error
 
 S = 1000
@@ -63,7 +64,7 @@ def test_dense(D, keys, options, dtype):
     q, k, v = _problem(D, dtype, keys)
     spec = Spec(**OPTIONS[options])
     exact = reference.forward(q.double(), k.double(), v.double(), spec)
-    _assert_close(hopper.forward(q, k, v, spec), exact, dtype)
+    _assert_close(hopper_calls.forward(q, k, v, spec), exact, dtype)
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -73,7 +74,7 @@ def test_packed(D, keys):
     ends = torch.tensor([0, 1, 130, 600, S], dtype=torch.int32, device="cuda")
     spec, packing = Spec(is_causal=True), Packing(ends, ends)
     exact = reference.varlen_forward(q.double(), k.double(), v.double(), packing, spec)
-    _assert_close(hopper.varlen_forward(q, k, v, packing, spec), exact, torch.bfloat16)
+    _assert_close(hopper_calls.varlen_forward(q, k, v, packing, spec), exact, torch.bfloat16)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -81,10 +82,10 @@ def test_nan_and_inf_affect_only_rows_that_attend_them(value):
     """NaN in a query affects its row; NaN in a key affects the queries that attend it."""
     q, k, v = _problem(128, torch.bfloat16, "unchanged")
     spec = Spec(is_causal=True)
-    clean, _ = hopper.forward(q, k, v, spec)
+    clean, _ = hopper_calls.forward(q, k, v, spec)
     q[0, 0, 700, 5] = value
     k[0, 0, 900, 7] = value
-    out, _ = hopper.forward(q, k, v, spec)
+    out, _ = hopper_calls.forward(q, k, v, spec)
     exact, _ = reference.forward(q.double(), k.double(), v.double(), spec)
     assert torch.equal(out.isnan(), exact.isnan()) and 102 > exact.isnan().any(-1).sum() > 1
     torch.testing.assert_close(out, exact.to(out.dtype), atol=2e-2, rtol=2e-2, equal_nan=True)

@@ -6,6 +6,7 @@ import torch
 from fa_ops.backends import hopper
 from fa_ops.testing.caches import CacheCase, assert_cache_close
 from fa_ops.types import Cache, Spec
+from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -36,7 +37,9 @@ def draw(lens, heads, tokens=1, page=64, S=0, dtype=torch.bfloat16):
 
 
 def attend(q, k, cache, kv_lens, causal=False):
-    return hopper.cache_forward(q, k, k[..., :512], cache, Spec(None, 0.0, causal, kv_lens=kv_lens))
+    return hopper_calls.cache_forward(
+        q, k, k[..., :512], cache, Spec(None, 0.0, causal, kv_lens=kv_lens)
+    )
 
 
 def assert_correct(actual, q, k, cache, kv_lens, causal=False):

@@ -10,6 +10,7 @@ from fa_ops.backends import hopper, reference
 from fa_ops.backends.hopper import prefill
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.types import Cache, Spec
+from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen, few_processors
 from tests.kernels import relative_error
 
@@ -70,7 +71,7 @@ def test_keys_in_missing_pages_are_masked_out(D, page_size, is_causal):
     ).fresh()  # fmt: skip
     table = cache.page_table.clone()
     table[0, 1], table[0, 3], table[1, 2:5] = -1, 10**6, -(10**6)
-    out, lse = hopper.cache_forward(q, k, v, cache._replace(page_table=table), spec)
+    out, lse = hopper_calls.cache_forward(q, k, v, cache._replace(page_table=table), spec)
     keys = torch.arange(table.shape[1] * page_size, device="cuda")
     exists = (table >= 0) & (table < len(k))
     visible = exists[:, keys // page_size] & (keys < spec.kv_lens[:, None])
@@ -92,10 +93,10 @@ def test_one_cuda_graph_serves_every_length():
     pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
     cache = cache._replace(page_table=pages.view_as(cache.page_table))
     k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
-    hopper.cache_forward(q, k, v, cache, spec)
+    hopper_calls.cache_forward(q, k, v, cache, spec)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper.cache_forward(q, k, v, cache, spec)
+        captured = hopper_calls.cache_forward(q, k, v, cache, spec)
     for step in range(4):
         q.normal_()
         spec.kv_lens.random_(0, 2000)

@@ -37,8 +37,6 @@ from fa_ops.types import (
     MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
     Cache,
-    Gradients,
-    Packing,
     Quantization,
     Spec,
     default_scale,
@@ -248,72 +246,12 @@ def _wide_error(spec: Spec) -> str | None:
     return None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
-    from fa_ops.backends.hopper import dense_forward
-
-    module = _decoding_module(q, k, v, spec)
-    if module is not None:
-        return module.forward(q, k, v, Cache(), spec)
-    return dense_forward.forward(q, k, v, spec)
-
-
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spec: Spec,
-    mask_grad: bool = False,
-) -> Gradients:
-    """Gradients of dense attention."""
-    from fa_ops.backends.hopper import dense_backward
-
-    return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad)
-
-
-def varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec
-) -> tuple[Tensor, Tensor]:
-    """Packed attention: out (Tq, Hq, Dv) and lse (Hq, Tq)."""
-    from fa_ops.backends.hopper import packed
-
-    return packed.forward(q, k, v, packing, spec)
-
-
-def varlen_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    packing: Packing,
-    spec: Spec,
-) -> Gradients:
-    """Gradients of packed attention."""
-    from fa_ops.backends.hopper import packed_backward
-
-    return packed_backward.backward(grad_out, grad_lse, q, k, v, out, lse, packing, spec)
-
-
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
     """Why the backend cannot attend such a cache, or None."""
     if q.device.type != "cuda":
         return _device_error(q)
     reason = _cache_module(q, k, v, cache).cache_error(q, k, v, cache, spec)
     return reason and f"{reason}; {_ALTERNATIVE}"
-
-
-def cache_forward(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> tuple[Tensor, Tensor]:
-    """Attention over a key-value cache: out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
-    return _cache_module(q, k, v, cache).forward(q, k, v, cache, spec)
 
 
 def _cache_module(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> ModuleType:

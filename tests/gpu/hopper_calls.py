@@ -1,0 +1,30 @@
+"""Calls of the Hopper kernels without a plan: a function for each kind of call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fa_ops.backends import hopper
+from fa_ops.backends.hopper import dense_backward, dense_forward, packed, packed_backward
+from fa_ops.types import Cache, Spec
+
+support_error = hopper.support_error
+cache_error = hopper.cache_error
+backward = dense_backward.backward
+varlen_forward = packed.forward
+varlen_backward = packed_backward.backward
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
+    module = hopper._decoding_module(q, k, v, spec)
+    if module is not None:
+        return module.forward(q, k, v, Cache(), spec)
+    return dense_forward.forward(q, k, v, spec)
+
+
+def cache_forward(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """Attention over a key-value cache: out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
+    return hopper._cache_module(q, k, v, cache).forward(q, k, v, cache, spec)
