@@ -331,6 +331,7 @@ static const char* run_cluster(void (*f)(), int cluster_index, int seed) {
     t.context.uc_link = &scheduler, makecontext(&t.context, thread_main, 0);
   }
   const int slow = draw() % 4, share = 1 + draw() % 8;  // a warpgroup that rarely runs, and how often copies end
+  const int late = draw() % ALL;  // a thread that rarely runs: nothing keeps a warp's lanes together
   for (int idle = 0; idle < 4;) {
     bool moved = false;
     const int turn = draw() % (ALL / 32);
@@ -339,6 +340,7 @@ static const char* run_cluster(void (*f)(), int cluster_index, int seed) {
       if (idle == 0 && (draw() % 3 == 0 || (warp % 16 / 4 == slow && draw() % 8))) continue;
       for (int lane = 0; lane < 32; lane++) {
         Thread& t = threads[warp * 32 + lane];
+        if (idle == 0 && warp * 32 + lane == late && draw() % 64) continue;
         if (t.ended || (t.ready && !t.ready())) continue;
         t.ready = nullptr, now = warp * 32 + lane, moved = true;
         blockIdx.x = cluster_index * CTAS + now / THREADS, threadIdx.x = now % THREADS;

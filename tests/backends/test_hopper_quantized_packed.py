@@ -171,6 +171,14 @@ def test_results_are_those_of_the_oracle(page, driver, kernels, monkeypatch):
     assert not out[0].any() and not out[-1].any()
 
 
+@needs_compiler
+def test_a_lane_may_come_late(driver, kernels, monkeypatch):
+    """Where consumers skip blocks or whole tiles, as of sequences of one query."""
+    call = described(64, D=16, Dv=136, heads=(1, 1), ends=(1, 2, 2, 3), lens=(500, 0, 450))
+    for seed in range(16):
+        run(call, driver, kernels, monkeypatch, seed)
+
+
 def test_the_kernels_find_borders_and_tables(driver, monkeypatch):
     call = described(16, is_causal=True, sinks=torch.ones(2))
     t, plan = call.tensors, quantized_packed._plan_of(call)

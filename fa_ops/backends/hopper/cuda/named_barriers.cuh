@@ -20,7 +20,12 @@ template <int CONSUMERS> struct BackwardBarriers {
   };
 };
 
-enum QuantizedBarriers : u32 { TURN = 1 };  // consumer c waits at TURN + c until it may issue products
+struct QuantizedBarriers {
+  enum : u32 {
+    TURN = 1,       // consumer c waits at TURN + c until it may issue products
+    WARPGROUP = 4,  // of each of up to three consumers' own 128 threads
+  };
+};
 
 enum DecodeBarriers : u32 { DECODE_CONSUMERS = 1 };  // of all attending warps
 

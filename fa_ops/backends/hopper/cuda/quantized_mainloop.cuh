@@ -214,15 +214,19 @@ struct QuantizedConsumer : QuantizedEpilogue {
     if (!SUMS_BY_PRODUCT) sums[0] += sum0, sums[1] += sum1;
   }
 
+  // Without products nothing else brings a warp's lanes together, which may run apart under a tool that
+  // instruments the kernel: none may release a slot that another has not seen filled, or that one would find
+  // the phase after the next. The compiler drops __syncwarp here.
+  DEVICE void meet() { named_barrier_sync(QuantizedBarriers::WARPGROUP + c, 128); }
+
   // Skips blocks of the tile that no row of this consumer attends, from the last to the first.
   DEVICE void skip_blocks(int end, int begin) {
 #pragma unroll 1
     for (int j = end - 1; j >= begin; j--) {
       take_turn(), pass_turn();
-      wait_keys();
-      release_keys(false);
-      wait_values();
-      release_values();
+      wait_keys(), wait_values();
+      meet();
+      release_keys(false), release_values();
     }
   }
 
@@ -258,6 +262,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
 
   // No row of this consumer attends a key.
   DEVICE void skip_item() {
+    meet();
     release_queries();
 #pragma unroll
     for (int i = 0; i < PRODUCTS; i++) t[i] = 0.f;
