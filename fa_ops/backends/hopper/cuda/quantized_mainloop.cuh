@@ -171,7 +171,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     pass_turn();
     finish_block();
     wgmma_wait<0>();
-    find_max(block, n);
+    find_max(block, n, summed == 0);
     rescale();  // before the exponentials, so that each is rounded while the next is computed
     exponentiate();
     round_weights();
@@ -182,7 +182,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     wait_keys(), score_product();
     wait_values(), value_product();
     wgmma_wait<1>();
-    find_max(block, n);
+    find_max(block, n, summed == SUMMED_BLOCKS);
     exponentiate();
     fence_operand(s);
     wait_values();  // ends at once; without it the compiler moves the wait for the product above the maxima
@@ -199,12 +199,14 @@ struct QuantizedConsumer : QuantizedEpilogue {
     add_row_sums();
   }
 
-  // After the product of the scores.
-  DEVICE void find_max(int block, const BlockRange& n) {
+  // After the product of the scores. `begins_sum`: the product of the weights with their values starts from 0,
+  // and there are sums before it.
+  DEVICE void find_max(int block, const BlockRange& n, bool begins_sum) {
     fence_operand(s);
     release_keys(block == n.begin);
     modify_scores(block, n);
-    softmax.update_max(p, s);
+    if (begins_sum) softmax.update_max_of_sum(p, s, sums);
+    else softmax.update_max(p, s);
   }
 
   DEVICE void exponentiate() { softmax.exponentiate<0>(p, s), softmax.exponentiate<1>(p, s); }
@@ -247,7 +249,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     score_product();
     wgmma_wait<0>();
     pass_turn();
-    find_max(n.end - 1, n);
+    find_max(n.end - 1, n, false);
     exponentiate();
     round_weights();
     summed = 0;

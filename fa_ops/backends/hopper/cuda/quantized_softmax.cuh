@@ -22,6 +22,9 @@ constexpr float ZERO = HAS_SOFTCAP ? 0.f : FIRST;  // the score 0, as products h
 constexpr bool SCORES_ARE_POSITIVE = ZERO > 0.f;  // as products have them, apart from masked ones
 // A weight of 1 is rounded as 2^WEIGHT_BITS, where the largest e4m3 number is 448.
 constexpr float WEIGHT_BITS = 8.f, UNIT_WEIGHT = 256.f;
+// Where a sum of products begins, the running max may fall to this many bits above the largest score, and as
+// far as no sum of weights exceeds 2^MAX_SUM_BITS.
+constexpr float SLACK_BITS = 4.f, MAX_SUM_BITS = 60.f;
 
 // 64 keys share a scale: a thread has KEY_SCORES products with them.
 constexpr int KEY_SCALES = BLOCK_N / 64, KEY_SCORES = SCORES / KEY_SCALES;
@@ -32,6 +35,12 @@ typedef Accumulator Scores[SCORES];
 typedef u32 Weights[SCORES / 4];  // four e4m3 numbers each
 
 DEVICE int larger(int a, int b) { return max(a, b); }
+
+// The largest of a row's four lanes.
+DEVICE float largest_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
 
 struct QuantizedSoftmax {
   float max[2];        // the running max in units of log2, rounded up to an integer
@@ -91,15 +100,32 @@ struct QuantizedSoftmax {
     max_moved = __any_sync(~0u, found[0] > max[0] || found[1] > max[1]);
     if (!max_moved) return;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float x = fmaxf(found[r], __shfl_xor_sync(~0u, found[r], 1));
-      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-      x = fmaxf(max[r], ceilf(x));
-      rescale[r] = exp2_fast(max[r] - x);
-      max[r] = x;
-    }
+    for (int r = 0; r < 2; r++) move_max(r, fmaxf(max[r], ceilf(largest_of_row(found[r]))));
     has_negative_max = __any_sync(~0u, fminf(max[0], max[1]) < 0.f);
   }
+
+  // The same where a sum of products begins: the maxima may also fall. If the scores of all its keys are far
+  // below the largest of the row, their weights would become 0 otherwise. `sums` are those of the rows'
+  // weights before, which a fall makes larger.
+  DEVICE void update_max_of_sum(const QuantizedParams& p, const Scores& s, const float (&sums)[2]) {
+    const float found[2] = {largest_score<SCORES_ARE_POSITIVE, 0>(p, s),
+                            largest_score<SCORES_ARE_POSITIVE, 1>(p, s)};
+    max_moved = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float largest = ceilf(largest_of_row(found[r]));
+      const float sum_bits = ceilf(log2_fast(fmaxf(largest_of_row(sums[r]), 1.f)));
+      const float lowest = max[r] + fminf(sum_bits - MAX_SUM_BITS, 0.f);
+      const float fallen = largest == -INFINITE ? max[r] : fmaxf(largest + SLACK_BITS, lowest);
+      const float x = fmaxf(fminf(fallen, max[r]), largest);
+      max_moved |= x != max[r];
+      move_max(r, x);
+    }
+    max_moved = __any_sync(~0u, max_moved);
+    if (max_moved) has_negative_max = __any_sync(~0u, fminf(max[0], max[1]) < 0.f);
+  }
+
+  DEVICE void move_max(int r, float x) { rescale[r] = exp2_fast(max[r] - x), max[r] = x; }
 
   // Turns a row's scores into weights.
   template <int ROW> DEVICE void exponentiate(const QuantizedParams& p, Scores& s) const {
