@@ -37,7 +37,8 @@ from fa_ops.call import (
     Saved,
     Tensors,
 )
-from fa_ops.types import NO_TENSORS, TOKEN_SCALES, bounded, rows_are_aligned, scales_of
+from fa_ops.geometry import rows_are_aligned
+from fa_ops.types import NO_TENSORS, TOKEN_SCALES, bounded, scales_of
 
 # Reports page numbers and lengths out of range on the GPU too, at the price of a synchronisation.
 DEBUG = os.environ.get("FA_OPS_DEBUG", "0") not in ("", "0")

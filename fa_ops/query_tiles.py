@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.types import heads_of_tile
+from fa_ops.geometry import heads_of_tile
 
 
 class Tiles(NamedTuple):

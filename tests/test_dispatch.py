@@ -13,7 +13,8 @@ import torch
 import fa_ops
 from fa_ops import dispatch, planning
 from fa_ops.call import CACHED, DENSE, MERGE, PACKED, Call
-from fa_ops.types import Cache, Spec, rows_are_aligned
+from fa_ops.geometry import rows_are_aligned
+from fa_ops.types import Cache, Spec
 
 
 def qkv(**options):

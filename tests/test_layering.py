@@ -22,6 +22,7 @@ PLANS = (
     "fa_ops.overlap",
     "fa_ops.dispatch",
     "fa_ops.call",
+    "fa_ops.geometry",
     "fa_ops.types",
 )
 # What the public functions make calls of and run them by.
@@ -40,6 +41,7 @@ TOP = {
         "fa_ops.types",
     ),
     "fa_ops.types": (),
+    "fa_ops.geometry": ("fa_ops.types",),
     "fa_ops.call": ("fa_ops.types",),
     "fa_ops.dispatch": ("fa_ops.call", "fa_ops.types"),
     "fa_ops.checks": ("fa_ops.dispatch", "fa_ops.call", "fa_ops.types"),
@@ -70,7 +72,7 @@ TOP = {
     "fa_ops.padded_sequences": (),
     "fa_ops.packed_quantized": ("fa_ops.padded_sequences", "fa_ops.quantized", *CALLS),
     "fa_ops.varlen_kinds": ("fa_ops.packed_quantized", "fa_ops.varlen_pages", "fa_ops.call"),
-    "fa_ops.query_tiles": ("fa_ops.types",),
+    "fa_ops.query_tiles": ("fa_ops.geometry", "fa_ops.types"),
     "fa_ops.varlen_pages": (
         "fa_ops.paged_calls",
         "fa_ops.query_tiles",
@@ -111,6 +113,7 @@ TOP = {
     ),
     "fa_ops.backends": (
         "fa_ops.call",
+        "fa_ops.geometry",
         "fa_ops.types",
         "fa_ops.backends.dropout",
         "fa_ops.backends.mask_blocks",

@@ -17,8 +17,8 @@ from fa_ops.backends import cpu
 from fa_ops.cli import app, fuzz_cases, fuzz_workers
 from fa_ops.cli.fuzz import plan
 from fa_ops.cli.fuzz_cases import FuzzRun, Target, family_of, outcomes
+from fa_ops.geometry import is_prefill
 from fa_ops.testing import draws
-from fa_ops.types import is_prefill
 
 CPU = Target("cpu", "cpu", (torch.float32, torch.float16))
 

@@ -33,6 +33,7 @@ from fa_ops.call import (
     Plan,
     decoding,
 )
+from fa_ops.geometry import is_decoding, queries_of_kv_head
 from fa_ops.types import (
     MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
@@ -40,8 +41,6 @@ from fa_ops.types import (
     Quantization,
     Spec,
     default_scale,
-    is_decoding,
-    queries_of_kv_head,
 )
 
 _ALTERNATIVE = "the triton backend can run it"

@@ -14,7 +14,8 @@ from torch import Tensor
 from fa_ops.backends.hopper.block_lists import BlockLists
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import TensorMap
-from fa_ops.types import ALIGNMENT, rows_are_aligned
+from fa_ops.geometry import rows_are_aligned
+from fa_ops.types import ALIGNMENT
 
 ROWS, _COLUMNS = 64, 128  # of the widest tile that a kernel reads at once
 _FIELDS = struct_layout("bias.cuh", "Bias").packer("data")  # behind the tensor map

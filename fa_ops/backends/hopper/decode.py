@@ -29,7 +29,8 @@ from fa_ops.backends.hopper.split_kv import (
 )
 from fa_ops.backends.hopper.split_kv import cache_error as split_kv_error
 from fa_ops.call import CACHED, CacheTensors, Call, Run
-from fa_ops.types import MAX_DECODING_QUERIES, Cache, Spec, queries_of_kv_head, scales_of
+from fa_ops.geometry import queries_of_kv_head
+from fa_ops.types import MAX_DECODING_QUERIES, Cache, Spec, scales_of
 
 _LAYOUT = struct_layout("decode_params.cuh", "DecodeParams")
 _SCALARS, _STRIDES = _LAYOUT.packer("B", "width"), _LAYOUT.packer("q_strides", "v_strides")

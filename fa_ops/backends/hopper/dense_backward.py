@@ -44,7 +44,8 @@ from fa_ops.backends.hopper.problem import (
 )
 from fa_ops.backends.hopper.whole_heads import prefers_whole_heads
 from fa_ops.call import Call, Run, general
-from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Spec, rows_are_aligned
+from fa_ops.geometry import rows_are_aligned
+from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Spec
 
 # maps and addresses; scalars and strides; a mask's bits, dropout, a bias
 _PARAMS = struct_layout("backward_params.cuh", "BackwardParams")

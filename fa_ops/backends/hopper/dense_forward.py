@@ -43,7 +43,8 @@ from fa_ops.backends.hopper.problem import (
 )
 from fa_ops.backends.hopper.tiling import Shape, packed_queries, tiling_of
 from fa_ops.call import Call, Run, general
-from fa_ops.types import NO_TENSORS, DenseTensors, Spec, rows_are_aligned
+from fa_ops.geometry import rows_are_aligned
+from fa_ops.types import NO_TENSORS, DenseTensors, Spec
 
 # maps and addresses; strides and scalars; dropout, pages, a mask's lists, a bias
 _PARAMS = struct_layout("forward_params.cuh", "ForwardParams")

@@ -21,7 +21,8 @@ from fa_ops.backends.hopper.launch import (
 )
 from fa_ops.backends.hopper.split_kv import by_head, cache_sizes, table_layout
 from fa_ops.call import CacheTensors
-from fa_ops.types import Cache, is_prefill, scales_of
+from fa_ops.geometry import is_prefill
+from fa_ops.types import Cache, scales_of
 
 E4M3 = torch.float8_e4m3fn
 _LAYOUT = struct_layout("dequantize.cu", "DequantizeParams")

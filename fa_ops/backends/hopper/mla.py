@@ -25,7 +25,8 @@ from fa_ops.backends.hopper.split_kv import (
 )
 from fa_ops.backends.hopper.split_kv import cache_error as split_kv_error
 from fa_ops.call import CACHED, CacheTensors, Call, Run
-from fa_ops.types import Cache, Spec, values_in_keys
+from fa_ops.geometry import values_in_keys
+from fa_ops.types import Cache, Spec
 
 HEAD_DIM, VALUE_DIM = MlaConfig.head_dim, MlaConfig.value_dim
 _LAYOUT = struct_layout("mla_params.cuh", "MlaParams")

@@ -22,7 +22,8 @@ from fa_ops.backends.hopper.launch import (
 )
 from fa_ops.backends.hopper.problem import MISALIGNED, one_batch, tma_aligned, window_sides
 from fa_ops.call import PACKED, Call, PackedTensors, Run, general
-from fa_ops.types import DenseTensors, Packing, Spec, rows_are_aligned
+from fa_ops.geometry import rows_are_aligned
+from fa_ops.types import DenseTensors, Packing, Spec
 
 _THREADS = 256
 _PARAMS = kernel_layout("packed.cu", "packed_ranges")

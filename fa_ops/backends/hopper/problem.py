@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.types import ALIGNMENT, MAX_LENGTH, rows_are_aligned
+from fa_ops.geometry import rows_are_aligned
+from fa_ops.types import ALIGNMENT, MAX_LENGTH
 
 LOG2E = 1.4426950408889634
 UNBOUNDED = MAX_LENGTH  # the size of an unbounded window, as in cuda/ptx.cuh

@@ -32,13 +32,8 @@ from fa_ops.backends.hopper.problem import (
     window_sides,
 )
 from fa_ops.call import Call, QuantizedTensors, Run, general
-from fa_ops.types import (
-    MAX_QUANTIZED_HEAD_DIM,
-    Quantization,
-    Spec,
-    default_scale,
-    rows_are_aligned,
-)
+from fa_ops.geometry import rows_are_aligned
+from fa_ops.types import MAX_QUANTIZED_HEAD_DIM, Quantization, Spec, default_scale
 
 _PARAMS = struct_layout("quantized_params.cuh", "QuantizedParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("out", "tile_counter"), _PARAMS.packer("B", "scale_log2")

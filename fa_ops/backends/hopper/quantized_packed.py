@@ -38,7 +38,8 @@ from fa_ops.backends.hopper.quantize import VALUE_BLOCK
 from fa_ops.backends.hopper.quantized import E4M3, head_error, kernel_defines
 from fa_ops.backends.hopper.scaled_packed import ScaledPacked, Sequences
 from fa_ops.call import Call, PackedQuantizedTensors, Run
-from fa_ops.types import default_scale, rows_are_aligned
+from fa_ops.geometry import rows_are_aligned
+from fa_ops.types import default_scale
 
 # Whether calls run here. Off: their tests pass on a GPU, but compute-sanitizer does not end there.
 IS_ENABLED = False

@@ -28,7 +28,8 @@ from fa_ops.backends.hopper.launch import (
 )
 from fa_ops.backends.hopper.problem import MISALIGNED, limit_error, tma_aligned
 from fa_ops.call import CacheTensors
-from fa_ops.types import ALIGNMENT, Cache, Spec, default_scale, rows_are_aligned
+from fa_ops.geometry import rows_are_aligned
+from fa_ops.types import ALIGNMENT, Cache, Spec, default_scale
 
 
 def cache_error(

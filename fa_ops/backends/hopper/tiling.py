@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fa_ops.backends.hopper.configs import Config, WideConfig, short_config
-from fa_ops.types import heads_of_tile
+from fa_ops.geometry import heads_of_tile
 
 MAX_SPLITS = 32  # parts of the keys: a lane of the merging warp has one
 _MAX_PART_BYTES = 256 << 20  # of the results of all parts

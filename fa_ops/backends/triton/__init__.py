@@ -34,14 +34,8 @@ from fa_ops.call import (
     decoding,
     general,
 )
-from fa_ops.types import (
-    MAX_DECODING_QUERIES,
-    MAX_HEAD_DIM,
-    MAX_QUANTIZED_HEAD_DIM,
-    Spec,
-    is_decoding,
-    queries_of_kv_head,
-)
+from fa_ops.geometry import is_decoding, queries_of_kv_head
+from fa_ops.types import MAX_DECODING_QUERIES, MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM, Spec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_SINGLE_GRADIENT_DIM = 256  # of float32 in 99 KB of shared memory

@@ -9,7 +9,8 @@ from fa_ops.backends.triton import decode
 from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache
 from fa_ops.backends.triton.forward import forward
 from fa_ops.call import CACHED, Call, Run
-from fa_ops.types import MAX_HEAD_DIM, Cache, Spec, is_prefill
+from fa_ops.geometry import is_prefill
+from fa_ops.types import MAX_HEAD_DIM, Cache, Spec
 
 
 def cache_forward(

@@ -13,7 +13,8 @@ from fa_ops.backends.triton.configs import Tile, forward_tile
 from fa_ops.backends.triton.decode import Memory, decode
 from fa_ops.backends.triton.forward_kernel import forward_kernel
 from fa_ops.backends.triton.launch import Launch, address, architecture, bind, empty
-from fa_ops.types import Cache, Packing, Spec, is_decoding
+from fa_ops.geometry import is_decoding
+from fa_ops.types import Cache, Packing, Spec
 
 _launches: dict[tuple, tuple[Launch, int]] = {}
 

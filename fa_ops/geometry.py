@@ -1,0 +1,70 @@
+"""What shapes, strides and addresses of a call's tensors tell about how to run it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fa_ops.types import ALIGNMENT, MAX_DECODING_QUERIES, MIN_DECODING_KEYS, Cache, Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
+    """Whether a dense call has so few queries and so many keys that splitting the keys pays.
+
+    With `key_ranges`, all queries of a row must share one range.
+    """
+    return (
+        Sq <= MAX_DECODING_QUERIES
+        and Sk >= MIN_DECODING_KEYS
+        and spec.attn_mask is None
+        and (spec.key_ranges is None or spec.key_ranges.shape[1:3] == (1, 1))
+        and spec.dropout_p == 0.0
+    )
+
+
+def is_prefill(q: Tensor) -> bool:
+    """Whether a cached call has so many queries (B, H, S, D) that tiles of queries fill the device.
+
+    Each tile then attends all keys of its row; a kernel that cannot split keys is slower with less.
+    """
+    B, H, S, _ = q.shape
+    return S >= 64 and B * H * S >= 4096
+
+
+def queries_of_kv_head(q: Tensor, k: Tensor, cache: Cache) -> int:
+    """Queries (B, Hq, Sq, D) of a batch row that share a kv head of a cache."""
+    heads = k.shape[1] if cache.page_table is None else k.shape[2]
+    return q.shape[1] // heads * q.shape[2]
+
+
+def heads_of_tile(group: int) -> int:
+    """How many heads of a group share 64 rows of a tile, if heads do: those that leave the fewest
+    rows unused, with whole queries."""
+    divisors = [n for n in range(2, min(group, 64) + 1) if group % n == 0]
+    return max(divisors, key=lambda n: (64 // n * n, n), default=1)
+
+
+def rows_are_aligned(*tensors: Tensor) -> bool:
+    """Whether every row of the last dimension is contiguous and starts at a multiple of 16 bytes.
+
+    False for expanded tensors too, whose strides of 0 TMA does not accept.
+    """
+    for t in tensors:
+        *strides, last = t.stride()
+        if last != 1 or t.data_ptr() % ALIGNMENT:
+            return False
+        bits, unit = 0, ALIGNMENT // t.element_size()
+        for stride in strides:
+            bits |= stride
+        if bits % unit or 0 in strides:
+            pairs = zip(t.shape, strides)
+            if any(size > 1 and (stride % unit or not stride) for size, stride in pairs):
+                return False
+    return True
+
+
+def values_in_keys(k: Tensor, v: Tensor) -> bool:
+    """Whether the values are the first features of the keys, in the same memory."""
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
