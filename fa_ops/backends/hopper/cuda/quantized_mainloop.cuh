@@ -199,8 +199,8 @@ struct QuantizedConsumer : QuantizedEpilogue {
     add_row_sums();
   }
 
-  // After the product of the scores. `begins_sum`: the product of the weights with their values starts from 0,
-  // and there are sums before it.
+  // After the product of the scores. `begins_sum`: the product of the weights with their values starts from
+  // 0, and there are sums before it.
   DEVICE void find_max(int block, const BlockRange& n, bool begins_sum) {
     fence_operand(s);
     release_keys(block == n.begin);
