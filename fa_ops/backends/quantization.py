@@ -21,6 +21,10 @@ E4M3_MAX, INT8_MAX = 448.0, 127.0
 # no bfloat16 number lies halfway between two steps, where rounding errors would choose one.
 INT8_LARGEST = 127.43
 SMALLEST = 2.0**-100  # the largest number of a scale counts as at least this
+WEIGHT_SCALE = 256.0  # weights of 1 are rounded as this number, whose e4m3 neighbours go up to 448
+# Weights of so many keys are rounded relative to a power of two of their own, at most 2**SLACK_BITS
+# above that of the largest of them.
+PART_KEYS, SLACK_BITS = 1024, 4.0
 
 
 class Quantised(NamedTuple):
@@ -98,6 +102,20 @@ def power_of_two(largest: Tensor) -> Tensor:
 def rounded(x: Tensor) -> Tensor:
     """x rounded to e4m3, to nearest even; larger numbers become 448."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).to(x.dtype)
+
+
+def round_weights_(t: Tensor, m: Tensor) -> Tensor:
+    """Replace t by WEIGHT_SCALE * 2**(t - m), rounded to e4m3 in parts of PART_KEYS keys.
+
+    t (..., Sk) are scores in units of log2, -inf where masked; m (..., 1) is not below t's largest,
+    rounded up, and finite. The references of the parts depend on no order of the keys.
+    """
+    for part in t.split(PART_KEYS, -1):
+        largest = part.amax(-1, keepdim=True).ceil_()
+        reference = torch.minimum(largest + SLACK_BITS, m).where(largest > -math.inf, m)
+        part.sub_(reference).exp2_().mul_(WEIGHT_SCALE)
+        part.copy_(rounded(part)).mul_(torch.exp2(reference - m))
+    return t
 
 
 def _with_scale(x: Tensor, largest: Tensor, is_int8: bool) -> tuple[Tensor, Tensor]:

@@ -360,19 +360,17 @@ def cache_forward(
     return bshd(out.to(q.dtype)), lse.to(lse_dtype(q.dtype))
 
 
-WEIGHT_SCALE = 256.0  # weights of 1 are rounded as this number, whose e4m3 neighbours go up to 448
-
-
 def rounded_weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax whose weights are rounded to e4m3 and then normalised: (p, lse).
 
-    Weights are relative to a power of two, the row's maximum rounded up, so that their rounding
-    does not depend on the order in which keys are processed. sinks broadcast to (B, Hq, Sq, 1).
+    Weights are relative to powers of two, of the row's maximum and of that of each part of the
+    keys, so that their rounding does not depend on the order in which keys are processed. sinks
+    broadcast to (B, Hq, Sq, 1).
     """
     t = s * math.log2(math.e)
     m = t.amax(-1, keepdim=True).ceil()
     base = m.masked_fill(m == float("-inf"), 0.0)
-    w = quantization.rounded(WEIGHT_SCALE * torch.exp2(t - base)) / WEIGHT_SCALE
+    w = quantization.round_weights_(t, base) / quantization.WEIGHT_SCALE
     if sinks is not None:
         sinks = _at_most_largest(sinks.double() * math.log2(math.e))
         m = torch.maximum(m, sinks)

@@ -17,6 +17,7 @@ from fa_ops.testing.quantized import (
     random_quantized_case,
 )
 from fa_ops.types import Quantization
+from tests.dominant_keys import POSITIONS, relative_error
 from tests.gpu.cases import few_processors
 from tests.quantized_calls import call_of, public_call, run
 
@@ -133,3 +134,12 @@ def test_errors_do_not_grow_with_length(backend):
         error = fa_ops.quantized_attention(q, k, v, backend=backend) - wanted
         errors.append((error.norm() / wanted.norm()).item())
     assert errors[1] < 1.2 * errors[0] < 0.06
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_errors_beside_a_dominant_key_do_not_grow_with_length(backend, position):
+    errors = [
+        relative_error(backend, Sk, position, D=64, Sq=128, device="cuda") for Sk in (8192, 262144)
+    ]
+    assert max(errors) < 0.03, errors  # above 0.1 where the other keys' weights become 0

@@ -10,6 +10,7 @@ from fa_ops.backends.triton import launch
 from fa_ops.testing import make_case
 from fa_ops.testing.quantized import QuantizedCase, assert_quantized_close, random_quantized_case
 from fa_ops.types import Quantization, Spec
+from tests.dominant_keys import relative_error
 from tests.quantized_calls import run
 
 host = importlib.import_module("fa_ops.backends.triton.quantized")
@@ -48,6 +49,11 @@ def test_cases(name):
 def test_random_cases(seed):
     case = random_quantized_case(seed)
     assert_quantized_close(*run(case, "triton"), case)
+
+
+@pytest.mark.parametrize("position", ["first", "middle"])  # blocks after it have a larger maximum
+def test_weights_beside_a_dominant_key_are_kept(position):
+    assert relative_error("triton", 16384, position, share=0.95, Sq=4) < 0.005
 
 
 @pytest.mark.parametrize("qk_dtype", [torch.int8, E4M3])

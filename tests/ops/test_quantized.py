@@ -17,6 +17,7 @@ from fa_ops.testing.quantized import (
     exact,
     random_quantized_case,
 )
+from tests.dominant_keys import POSITIONS, relative_error
 from tests.quantized_calls import call_of, public_call, run
 
 E4M3 = torch.float8_e4m3fn
@@ -66,6 +67,20 @@ def test_errors_of_gaussian_inputs(qk_dtype, limit):
     wanted, _ = exact(*case.fresh())
     error = (out - wanted).norm() / wanted.norm()
     assert 0.5 * limit < error < limit
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_errors_beside_a_dominant_key_do_not_grow_with_length(backend, position):
+    short, long = (relative_error(backend, Sk, position) for Sk in (8192, 65536))
+    assert long < 1.2 * short < 0.01
+
+
+def test_parts_without_keys_have_no_weight():
+    t = torch.full((2, 3000), -torch.inf)
+    t[0, 1500] = -30.0
+    w = quantization.round_weights_(t, torch.tensor([[-30.0], [0.0]]))
+    assert w[0, 1500] == 256.0 and w.sum() == 256.0
 
 
 def test_rotation_and_scales_of_tokens_contain_outliers():

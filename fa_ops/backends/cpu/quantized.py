@@ -13,12 +13,11 @@ from torch import Tensor
 from fa_ops.backends import quantization
 from fa_ops.backends.cpu.key_ranges import KeyRanges, attended_ranges
 from fa_ops.backends.cpu.scores import cut
-from fa_ops.backends.quantization import Quantised
+from fa_ops.backends.quantization import WEIGHT_SCALE, Quantised
 from fa_ops.types import Quantization, Spec, default_scale
 
 LOG2E = math.log2(math.e)
 SCORES = 2**20  # scores of a block of rows
-WEIGHT_SCALE = 256.0  # a weight of 1 before it is rounded to e4m3
 
 
 def quantized_forward(
@@ -73,7 +72,7 @@ class _Head:
             t.masked_fill_(~((j >= lo) & (j < hi)), -math.inf)
         m = t.amax(-1, keepdim=True).ceil_()
         m.masked_fill_(m == -math.inf, 0.0)
-        w = quantization.rounded(t.sub_(m).exp2_().mul_(WEIGHT_SCALE))
+        w = quantization.round_weights_(t, m)
         total = w.sum(-1, keepdim=True).div_(WEIGHT_SCALE)
         top = m
         if self.sink is not None:

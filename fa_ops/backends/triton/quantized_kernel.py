@@ -2,7 +2,7 @@
 
 int8 products accumulate from 0x4B400000, the bits of the float 1.5 * 2**23: as a float, the sum is
 that number plus the product, and no integer is converted. Weights are rounded to e4m3 relative to a
-power of two, and their sum is that of the rounded ones.
+power of two of the block of keys, and their sum is that of the rounded ones.
 """
 
 import triton
@@ -23,6 +23,7 @@ from fa_ops.backends.triton.primitives import (
 from fa_ops.backends.triton.quantize_kernel import to_e4m3
 
 WEIGHT_BITS = tl.constexpr(8.0)  # a weight of 1 is rounded as 2**8
+SLACK_BITS = tl.constexpr(4.0)  # from a block's largest weight to what its weights are relative to
 MAGIC_BITS, MAGIC = tl.constexpr(0x4B400000), tl.constexpr(12582912.0)
 
 
@@ -110,11 +111,15 @@ def quantized_kernel(
         if (n0 < full_lo) | (n0 >= full_hi):
             keep = attended(i, j, shift, limit, window_left, window_right, first, last)
             s = tl.where(keep, s, float("-inf"))
-        m_new = tl.maximum(m, tl.ceil(tl.max(s, 1)))
+        largest = tl.ceil(tl.max(s, 1))
+        m_new = tl.maximum(m, largest)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = to_e4m3(tl.exp2(s - (base[:, None] - WEIGHT_BITS)))
-        alpha = tl.exp2(m - base)
-        den = den * alpha + tl.sum(p.to(tl.float32), 1)
+        # The block's weights are rounded relative to 2**reference, so that a much larger weight in
+        # another block does not make them 0.
+        reference = tl.where(largest == float("-inf"), base, tl.minimum(largest + SLACK_BITS, base))
+        p = to_e4m3(tl.exp2(s - (reference[:, None] - WEIGHT_BITS)))
+        alpha, beta = tl.exp2(m - base), tl.exp2(reference - base)
+        den = den * alpha + tl.sum(p.to(tl.float32), 1) * beta
         m = m_new
         if Dv == BLOCK_DV:
             vt = tl.load(v_tile + n0)
@@ -123,7 +128,7 @@ def quantized_kernel(
         # Sums over BLOCK_N keys are added in float32: fp8 tensor cores accumulate with fewer bits.
         # tl.dot's max_num_imprecise_acc is no way to do so: Triton 3.6 and 3.7 read the sum of a
         # pipelined wgmma before they wait for it.
-        acc = acc * alpha[:, None] + tl.dot(p, tl.trans(vt))
+        acc = acc * alpha[:, None] + tl.dot(p, tl.trans(vt)) * beta[:, None]
     store_results(
         out, lse, acc, m, den, b, h, m0, rows_m, Hq, group, Sq, v_scale, v_scale_b, v_scale_h,
         v_scale_d, offset, sinks, Dv, BLOCK_DV,
