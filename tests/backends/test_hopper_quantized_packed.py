@@ -2,6 +2,7 @@
 on the CPU."""
 
 import ctypes
+import dataclasses
 import struct
 
 import pytest
@@ -169,6 +170,38 @@ def test_results_are_those_of_the_oracle(page, driver, kernels, monkeypatch):
     assert (lse - wanted_lse)[alive].abs().max() < 1e-3
     assert (out - wanted).float().norm() < 0.01 * wanted.float().norm()
     assert not out[0].any() and not out[-1].any()
+
+
+def beside_a_dominant_key(D=32, Dv=16, Sq=20, Sk=385):
+    """A call of one sequence whose last key has a weight of about 1, and the value 0.
+
+    The weights of the other keys are about 2**-22. The last key has a block for itself.
+    """
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(Sq, 1, D, generator=g), torch.randn(Sk, 1, D, generator=g)
+    v = torch.rand(Sk, 1, Dv, generator=g) + 0.5
+    q[..., 0], k[..., 0] = 1.0, 0.0
+    k[-1], v[-1] = 0.0, 0.0
+    k[-1, 0, 0] = 88.0
+    ends_q, ends_k = (torch.tensor([0, n], dtype=torch.int32) for n in (Sq, Sk))
+    return Call(
+        QUANTIZED_PACKED, q.to(E4M3), k.to(E4M3), v.to(E4M3), Spec(backend="hopper"),
+        Packing(ends_q, ends_k), backend="hopper",
+        quantization=Quantization(*[torch.ones(1, 1)] * 3, None, False, False),
+    )  # fmt: skip
+
+
+@needs_compiler
+def test_weights_beside_a_dominant_key_are_kept(driver, kernels, monkeypatch):
+    """Where a sum of products begins, weights are relative to the largest of its own keys."""
+    config = quantized_packed.packed_config
+    of_blocks = lambda *args: dataclasses.replace(config(*args), summed_keys=128)  # noqa: E731
+    monkeypatch.setattr(quantized_packed, "packed_config", of_blocks)
+    call = beside_a_dominant_key()
+    out, _ = run(call, driver, kernels, monkeypatch)
+    q, k, v = (t.double().transpose(0, 1).unsqueeze(0) for t in (call.query, call.key, call.value))
+    wanted = fa_ops.attention(q, k, v, backend="reference")[0].transpose(0, 1)
+    assert (out.double() - wanted).norm() < 0.02 * wanted.norm()
 
 
 @needs_compiler
