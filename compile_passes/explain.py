@@ -31,7 +31,8 @@ def explain(
         dynamic: as in `torch.compile`.
         verify: as in :func:`install`; findings say whether they were verified.
         drop_stored_weights: as in :func:`install`; the attributes are set all the same.
-        eight_bit, sixteen_bit: as in :func:`install`; findings say which products they have.
+        eight_bit: as in :func:`install`; findings say which products they have.
+        sixteen_bit: as in :func:`install`.
 
     Returns:
         Every softmax with its source location and the call that it was fused into, or the reason

@@ -48,7 +48,10 @@ def fuse(
 
     Args:
         graph: as Dynamo captures it, or an exported program's.
-        verify, drop_stored_weights, eight_bit, sixteen_bit: as in :func:`install`.
+        verify: as in :func:`install`.
+        drop_stored_weights: as in :func:`install`.
+        eight_bit: as in :func:`install`.
+        sixteen_bit: as in :func:`install`.
 
     Returns:
         A finding for each softmax, and each call of scaled_dot_product_attention or flex_attention,
@@ -202,7 +205,10 @@ def fuse_module(
 
     Args:
         module: a module; those in it that are no graph modules are left as they are.
-        verify, drop_stored_weights, eight_bit, sixteen_bit: as in :func:`install`.
+        verify: as in :func:`install`.
+        drop_stored_weights: as in :func:`install`.
+        eight_bit: as in :func:`install`.
+        sixteen_bit: as in :func:`install`.
 
     Returns:
         The findings of all graphs.

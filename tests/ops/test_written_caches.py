@@ -7,6 +7,7 @@ import torch
 
 import fa_ops
 from fa_ops import overlap, planning, written_caches
+from fa_ops.types import Cache
 
 B, Hkv, S, D, Sn = 2, 2, 12, 16, 2
 LENS = torch.tensor([0, 7], dtype=torch.int32)
@@ -39,20 +40,22 @@ def pairs(is_paged: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     flat = torch.zeros(2 * x.numel())
     size = x.numel()
     later = [flat[at : at + size].view(x.shape) for at in (0, size - 1)]
-    return {
+    found = {
         "one tensor": (x, x),
         "other features": (wide[..., : 2 * D], wide[..., D : 2 * D]),
         "one number": (wide[..., : D + 1], wide[..., D:]),
-        "the last number": tuple(later),
-        "values before keys": tuple(reversed(later)),
         "an alias": (x, x.view(torch.int32).view(torch.float32)),
     }
+    if not is_paged:  # pages with different numbers need not both be in use
+        found |= {"the last number": tuple(later), "values before keys": tuple(reversed(later))}
+    return found
 
 
 def apart(is_paged: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Caches of the same shapes that do not, and lie within each other's bounds."""
-    wide = memory(is_paged, 3 * D)
-    return {
+    wide, pool = memory(is_paged, 3 * D), torch.zeros(7, 4, Hkv, D)
+    pages = {"a pool": (pool[:-1], pool[1:])} if is_paged else {}
+    return pages | {
         "halves": (wide[..., :D], wide[..., D : 2 * D]),
         "ends": (wide[..., 2 * D :], wide[..., :D]),
         "own": (memory(is_paged, D), memory(is_paged, D)),
@@ -139,10 +142,10 @@ def test_repeated_calls_over_caches_that_lie_apart_compare_addresses_alone(monke
     wide = memory(False, 2 * D)
     check = written_caches.check_of(wide[..., :D], wide[..., D:])
     for _ in range(3):
-        check(wide[..., :D], wide[..., D:], None)
+        check(wide[..., :D], wide[..., D:], Cache())
     assert len(compared) == 1
     own = memory(False, D), memory(False, D)
-    written_caches.check_of(*own)(*own, None)
+    written_caches.check_of(*own)(*own, Cache())
     assert len(compared) == 1
 
 
