@@ -25,7 +25,7 @@ CASES = [
     (128, 128, True, {"window": True}, 0),
     (128, 128, False, {"signs": True}, 0),
     (128, 128, True, dict(window=True, left=True, ranges=True, softcap=1, sinks=True), 24),
-    (256, 256, False, {"window": True, "kv_lens": True}, 68),
+    (256, 256, False, {"window": True, "kv_lens": True}, 84),
     (64, 136, True, {}, 0),
     (80, 40, False, {"window": True, "left": True, "softcap": 1}, 0),
     (256, 128, True, dict(window=True, kv_lens=True, ranges=True, softcap=1, sinks=True), 56),
@@ -62,7 +62,7 @@ PACKED = [
     (64, 64, 0, {}, 56),
     (128, 128, 16, {"window": True}, 104),
     (128, 128, 64, {"window": True, "sinks": True}, 108),
-    (256, 256, 0, {"window": True}, 182),
+    (256, 256, 0, {"window": True}, 184),
 ]
 
 
