@@ -68,6 +68,17 @@ def share_memory(read: Tensor, written: Tensor) -> bool:
     return bool((distance < a.length - 1 + b.length).any())
 
 
+def caches_share_memory(k: Tensor, v: Tensor, is_paged: bool) -> bool:
+    """Whether an element that may be written as a key may be written as a value too.
+
+    Pages may lie in one pool, of which page numbers tell what keys and values own: pages with other
+    numbers may share memory.
+    """
+    if is_paged and k.stride(0) == v.stride(0):
+        k, v = k[:1], v[:1]
+    return share_memory(k, v)
+
+
 def _runs(t: Tensor) -> Runs:
     length, steps = t.itemsize, []
     for stride, size in sorted(zip(t.stride(), t.shape)):

@@ -15,18 +15,15 @@ from fa_ops.types import Cache
 def check(k: Tensor, v: Tensor, new: Cache | CacheTensors) -> None:
     """Raise ValueError for caches that share memory.
 
-    Pages may lie in one pool, of which page numbers tell what keys and values own: only a page with
-    the same number must not be shared. Values that are the first features of the keys, as in MLA,
-    may be written if their new values are those of the new keys too: then both writes are of the
-    same numbers.
+    Values that are the first features of the keys, as in MLA, may be written if their new values
+    are those of the new keys too: then both writes are of the same numbers.
     """
     if not (k.numel() and v.numel()):
         return
     if not overlap.is_narrowed(v, k):
-        if new.page_table is not None:
-            k, v = k[:1], v[:1]
         message = "value_cache shares memory with key_cache, and both are written to: only {} may"
-        need(not overlap.share_memory(k, v), message, f"key_cache[..., :{v.shape[-1]}]")
+        is_shared = overlap.caches_share_memory(k, v, new.page_table is not None)
+        need(not is_shared, message, f"key_cache[..., :{v.shape[-1]}]")
         return
     width = v.shape[-1]
     beginning = f"value_cache is the first {width} features of key_cache, which is written to: "

@@ -21,24 +21,33 @@ def keep_16_bit(model: nn.Module, names: Collection[str]) -> None:
             inside them is meant. Empty: none.
 
     Raises:
-        TypeError: names is no collection of strings.
+        TypeError: model is no module, or names is no collection of strings.
         ValueError: the model has no module of a name.
 
     Examples:
         >>> model.set_attn_implementation("fa_ops_8bit")
         >>> hf_integration.keep_16_bit(model, ["model.layers.0", "model.layers.29"])
     """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    named = modules_of(model, names)
+    for module in model.modules():
+        vars(module).pop(_KEPT, None)
+    for whole in named.values():
+        for module in whole.modules():
+            setattr(module, _KEPT, True)
+
+
+def modules_of(model: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
+    """The modules with these names; raises as `keep_16_bit` does."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    is_collection = isinstance(names, Collection) and not isinstance(names, str)
+    if not is_collection or not all(isinstance(name, str) for name in names):
         raise TypeError(f"names must hold names of modules, got {names!r}")
     modules = dict(model.named_modules())
     for name in names:
         if name not in modules:
             raise ValueError(f"names must be modules of the model, it has no {name!r}")
-    for module in modules.values():
-        vars(module).pop(_KEPT, None)
-    for name in names:
-        for module in modules[name].modules():
-            setattr(module, _KEPT, True)
+    return {name: modules[name] for name in names}
 
 
 def is_kept(layer: nn.Module) -> bool:

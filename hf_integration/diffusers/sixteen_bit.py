@@ -8,6 +8,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import nn
 
 from hf_integration.hooks import EIGHT_BIT, NAME
+from hf_integration.sixteen_bit import modules_of
 
 
 def keep_16_bit(model: nn.Module, names: Collection[str]) -> None:
@@ -22,7 +23,7 @@ def keep_16_bit(model: nn.Module, names: Collection[str]) -> None:
             inside them is meant.
 
     Raises:
-        TypeError: names is no collection of strings.
+        TypeError: model is no module, or names is no collection of strings.
         ValueError: the model has no module of a name, or nothing inside has the backend
             "fa_ops_8bit".
 
@@ -30,14 +31,9 @@ def keep_16_bit(model: nn.Module, names: Collection[str]) -> None:
         >>> transformer.set_attention_backend("fa_ops_8bit")
         >>> hf_integration.diffusers.keep_16_bit(transformer, ["blocks.0", "blocks.39"])
     """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"names must hold names of modules, got {names!r}")
-    modules = dict(model.named_modules())
     chosen = {}
-    for name in names:
-        if name not in modules:
-            raise ValueError(f"names must be modules of the model, it has no {name!r}")
-        processors = [getattr(module, "processor", None) for module in modules[name].modules()]
+    for name, whole in modules_of(model, names).items():
+        processors = [getattr(module, "processor", None) for module in whole.modules()]
         found = [x for x in processors if getattr(x, "_attention_backend", None) == EIGHT_BIT]
         if not found:
             raise ValueError(

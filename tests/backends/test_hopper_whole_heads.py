@@ -66,7 +66,7 @@ def test_a_call(driver, D, block, deterministic):  # noqa: F811
     found = of_params(products)
     assert grid == (4, 1)  # of 8 heads of keys on 4 processors
     assert (found["parts"], found["part_heads"]) == ((1,), (2,))
-    # sums of the two query heads of each CTA, which nobody needs to clear
+    # sums of the two query heads of each CTA, which need not be cleared
     assert found["key_sums"][0] - found["sums"][0] == 4 * 2 * 256 * D * 4
     grid, rows = driver.last("preprocess")
     assert grid == (16, 4) and rows["zeros"] == (0,)

@@ -284,6 +284,26 @@ v_cache = torch.randn(1, 4, 2, 8)
 new, ends = torch.randn(2, 2, 8), torch.tensor([0, 2], dtype=torch.int32)
 
 
+def test_pages_of_keys_and_values_may_lie_in_one_pool():
+    pool, apart = torch.zeros(5, 1, 2, 8), torch.zeros(2, 4, 1, 2, 8)
+    x = torch.randn(2, 2, 8)
+    table = torch.tensor([[0, 2]], dtype=torch.int32)  # keys in pages 0 and 2, values in 1 and 3
+    ends = torch.tensor([0, 2], dtype=torch.int32)
+    found, wanted = (
+        compat.flash_attn_with_kvcache(
+            x, k, v, x, x + 1, cache_seqlens=0, page_table=table, cu_seqlens_q=ends,
+            cu_seqlens_k_new=ends, max_seqlen_q=2,
+        )
+        for k, v in ((pool[:-1], pool[1:]), apart)
+    )  # fmt: skip
+    assert torch.equal(found, wanted) and wanted.any()
+    with pytest.raises(ValueError, match="v_cache shares memory with k_cache"):
+        compat.flash_attn_with_kvcache(
+            x, pool, pool, x, x, cache_seqlens=0, page_table=table, cu_seqlens_q=ends,
+            cu_seqlens_k_new=ends, max_seqlen_q=2,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [

@@ -69,11 +69,19 @@ def test_named_layers_keep_16_bits(model, calls):
 
 @pytest.mark.parametrize(
     "names, message",
-    [("model", "got 'model'"), ([1], r"got \[1\]"), (["model.layers.2"], "no 'model.layers.2'")],
-)
+    [
+        ("model", "got 'model'"), (None, "got None"), ([1], r"got \[1\]"),
+        (["model.layers.2"], "no 'model.layers.2'"),
+    ],
+)  # fmt: skip
 def test_names_of_other_layers_are_refused(names, message, model):
     with pytest.raises((TypeError, ValueError), match=f"names must .*{message}"):
         hf_integration.keep_16_bit(model, names)
+
+
+def test_a_config_is_no_model(model):
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got LlamaConfig"):
+        hf_integration.keep_16_bit(model.config, [])
 
 
 def test_sinks_and_windows(calls):

@@ -46,7 +46,12 @@ def pairs(is_paged: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         "one number": (wide[..., : D + 1], wide[..., D:]),
         "an alias": (x, x.view(torch.int32).view(torch.float32)),
     }
-    if not is_paged:  # pages with different numbers need not both be in use
+    if is_paged:  # the first pages lie apart, the second ones do not
+        steps = (256, 0), (128, 128)
+        found["other steps"] = tuple(
+            flat.as_strided(x.shape, (step, 32, D, 1), at) for step, at in steps
+        )
+    else:  # pages with different numbers need not both be in use
         found |= {"the last number": tuple(later), "values before keys": tuple(reversed(later))}
     return found
 

@@ -525,7 +525,7 @@ def backward_config(
     head_dim = config.head_dim
     if head_dim == 64 and config.adds_dq and not (bias_bits or few_registers):
         # what registers hold: fewer meetings of the consumers, and fewer, larger additions to dQ;
-        # what shared memory holds: with a second slot for keys, 1.02x to 1.12x as fast on an H200,
+        # what shared memory holds: with a second slot for keys, 1.02x to 1.09x as fast on an H200,
         # most with few keys, but for key ranges, and not timed with lengths and ALiBi
         config = dataclasses.replace(config, block_m=128, key_slots=1 if differs_by_row else 2)
     if whole_heads:

@@ -42,7 +42,7 @@ def prefers_whole_heads(
         processors: multiprocessors of the device.
     """
     (B, Hq, Sq, D), (_, Hkv, Sk, _) = query, key
-    if Sk < Sq and sides[1] < UNBOUNDED:  # nobody would write the gradients of rows without keys
+    if Sk < Sq and sides[1] < UNBOUNDED:  # no CTA would write the gradients of rows without keys
         return False
     if Sk <= _BLOCK and Hq == Hkv:  # the work is divided in the same way, and nothing is summed
         return True

@@ -59,7 +59,8 @@ def check_new(q: Tensor, caches: Caches, k: Tensor, v: Tensor, ends: Tensor, len
         has_shape(name, x, (k.shape[0], *cache.shape[2:]))
     is_eager = library.route_of(caches.k, caches.v) is not library.Route.DISPATCH
     if is_eager and library.is_strided(caches.k, caches.v):
-        checks.need(not overlap.share_memory(caches.k, caches.v),
+        has_pages = caches.table.shape[1] > 1  # one is a row of a contiguous cache
+        checks.need(not overlap.caches_share_memory(caches.k, caches.v, has_pages),
                     "v_cache shares memory with k_cache, and both are written to")  # fmt: skip
     checks.integers(k, "cu_seqlens_k_new", ends)
     has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,))
