@@ -2,10 +2,11 @@
 
 `speed` compiles the variants of each workload of `fusion_workloads.py`: a prefill and a training
 step of a Llama with attn_implementation="sdpa", without the fusion pass ("sdpa") and with it
-("sdpa_fused"), and with "fa_ops"; a left-padded batch beside one without padding; GPT-2 with a
-causal mask in a buffer beside the causal flag; FlexAttention on documents. Each round times every
-variant once, in random order, and divides by the time of one of them in that round. Drift between
-rounds, for instance of clocks, then cancels out, and differences of a few per cent become visible.
+("sdpa_fused"), and with "fa_ops"; both steps not compiled; a left-padded batch beside one without
+padding; GPT-2 with a causal mask in a buffer beside the causal flag; FlexAttention on documents.
+Each round times every variant once, in random order, and divides by the time of one of them in that
+round. Drift between rounds, for instance of clocks, then cancels out, and differences of a few per
+cent become visible.
 `cost` prints the share of the pass in the compile time. Weights are random; nothing is downloaded.
 """
 

@@ -144,7 +144,12 @@ def _left_padding(batch: int, tokens: int, device: str) -> Tensor:
     return (torch.arange(tokens, device=device) >= first).long()
 
 
-def _llama_steps(layers: Callable[[Sizes], int], batch: Callable[[Sizes], tuple], train: bool):
+def _llama_steps(
+    layers: Callable[[Sizes], int],
+    batch: Callable[[Sizes], tuple],
+    train: bool,
+    eager: bool = False,
+):
     def steps(sizes: Sizes, device: str, variants: list[str]) -> Iterable[tuple[str, Step]]:
         ids = torch.randint(0, sizes.llama["vocab_size"], batch(sizes), device=device)
         first = None
@@ -153,7 +158,7 @@ def _llama_steps(layers: Callable[[Sizes], int], batch: Callable[[Sizes], tuple]
             model = llama(sizes.llama, layers(sizes), implementation, device, first).train(train)
             first = first or model
             mask = _left_padding(*ids.shape, device) if variant == "padded" else None
-            run = compiled(model, fused)
+            run = model if eager else compiled(model, fused)
 
             def forward(run=run, mask=mask) -> Tensor:
                 return run(ids, attention_mask=mask).last_hidden_state
@@ -263,14 +268,18 @@ def _flex_steps(inside: bool):
     return steps
 
 
-def _of_llama(name: str, words: str, layers, batch, train: bool = False) -> Workload:
+def _of_llama(
+    name: str, words: str, layers, batch, train: bool = False, eager: bool = False
+) -> Workload:
     def describe(sizes: Sizes) -> str:
         rows, tokens = batch(sizes)
-        return f"{words} of {rows} x {tokens}, Llama of {layers(sizes)} layers"
+        ending = ", not compiled" if eager else ""
+        return f"{words} of {rows} x {tokens}, Llama of {layers(sizes)} layers{ending}"
 
-    variants = ("sdpa_fused", "fa_ops", "sdpa")
-    others = ("fused", "inductor")
-    return Workload(name, describe, "fa_ops", variants, others, _llama_steps(layers, batch, train))
+    variants = ("fa_ops", "sdpa") if eager else ("sdpa_fused", "fa_ops", "sdpa")
+    others = () if eager else ("fused", "inductor")
+    steps = _llama_steps(layers, batch, train, eager)
+    return Workload(name, describe, "fa_ops", variants, others, steps)
 
 
 def _half(sizes: Sizes) -> int:
@@ -283,6 +292,13 @@ WORKLOADS = {
     for workload in (
         _of_llama("prefill", "prefill", lambda s: s.layers, lambda s: (1, s.prefill)),
         _of_llama("train", "training step", _half, lambda s: (2, s.train), train=True),
+        *(
+            _of_llama(f"eager_{name}", words, layers, batch, train, eager=True)
+            for name, words, layers, batch, train in (
+                ("prefill", "prefill", lambda s: s.layers, lambda s: (1, s.prefill), False),
+                ("train", "training step", _half, lambda s: (2, s.train), True),
+            )
+        ),
         Workload(
             "padded",
             lambda s: f"prefill of {s.batch[0]} x {s.batch[1]}, Llama of {s.layers} layers",
