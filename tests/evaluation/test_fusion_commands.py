@@ -40,7 +40,7 @@ def invoke(command, arguments):
         (fusion_bench, ["speed", "--device", "cpu"], "needs CUDA; --tiny tries the command"),
         (fusion_bench, ["speed", "--tiny", "--rounds", "0"], "Invalid value for '--rounds'"),
         (fusion_bench, ["speed", "--tiny", "--variants", "fast"], "of sdpa_fused, fa_ops"),
-        (fusion_bench, ["speed", "--tiny", "--workloads", "fast"], "of prefill, train, padded"),
+        (fusion_bench, ["speed", "--tiny", "--workloads", "fast"], "eager_prefill, eager_train,"),
     ],
 )
 def test_bad_arguments_are_refused(command, arguments, message, monkeypatch):
