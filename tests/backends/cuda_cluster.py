@@ -43,6 +43,8 @@ struct TensorMap { u64 words[16]; };
 struct Index { int x, y; };
 #define DEVICE inline
 #define __global__
+#define __device__
+#define __noinline__
 #define __shared__
 #define __align__(x)
 #define __grid_constant__
@@ -184,6 +186,7 @@ template <int R> static void register_dealloc() {}
 static void launch_dependent_grids() {}
 static void wait_for_prior_grid() {}
 static void fence_async_shared() {}
+static void fence_async_global() {}
 
 // Copies, by maps of boxes of 64 features by 64 tokens, or `rows`.
 struct Tensor { u16* data; int D, S, H, B, rows = 64; };

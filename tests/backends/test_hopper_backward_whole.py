@@ -16,8 +16,8 @@ CALL = r"""
 #include "backward.cu"
 static BackwardParams params;
 static void body_of_thread() { backward(params); }
-extern "C" const char* run(u16** data, const int* sizes, float* lse, float* delta, float* sums,
-                           float* key_sums, u32* notes, const int* lens) {
+extern "C" const char* run(u16** data, const int* sizes, const float** rows, float* lse, float* delta,
+                           float* sums, float* key_sums, u32* notes, const int* lens) {
   BackwardParams& p = params;
   const int B = sizes[0], Hq = sizes[1], Hkv = sizes[2], Sq = sizes[3], Sk = sizes[4], D = sizes[5];
   const int ctas = sizes[6], seed = sizes[7];
@@ -32,6 +32,8 @@ extern "C" const char* run(u16** data, const int* sizes, float* lse, float* delt
   }
   static int counter;
   counter = 0, p.counter = &counter;
+  p.out = data[7], p.out_strides = p.strides[GRAD_OUT];
+  p.saved_lse = rows[0], p.grad_lse = rows[1];
   p.lse = lse, p.delta = delta, p.sums = sums, p.key_sums = key_sums;
   p.nonfinite = notes, p.kv_lens = lens;
   p.B = B, p.Hq = Hq, p.Hkv = Hkv, p.group = Hq / Hkv, p.Sq = Sq, p.Sk = Sk;
@@ -69,8 +71,14 @@ def kernels(tmp_path_factory):
     return compile
 
 
-def assert_right(kernel, sizes, seed, left=FAR, right=FAR, lens=None, parts=1, ctas=2):
-    """Compare gradients with those of attention written by hand; sizes: B, Hq, Hkv, Sq, Sk."""
+def assert_right(
+    kernel, sizes, seed, left=FAR, right=FAR, lens=None, parts=1, ctas=2, broken=None
+):
+    """Compare gradients with those of attention written by hand; sizes: B, Hq, Hkv, Sq, Sk.
+
+    Two seeds of four have gradients of the log-sum-exps too. Of a `broken` query, q and the results
+    of the forward pass are NaN.
+    """
     library, config = kernel
     B, Hq, Hkv, Sq, Sk = sizes
     D, block, whole = config.head_features, config.block_m, config.whole_heads
@@ -87,24 +95,34 @@ def assert_right(kernel, sizes, seed, left=FAR, right=FAR, lens=None, parts=1, c
     scores = (leaves[0] @ keys.mT * 0.125).masked_fill(~attended, float("-inf"))
     lse = scores.logsumexp(-1).detach()
     out = scores.softmax(-1) @ values
-    expected = torch.autograd.grad(out, leaves, grad_out.float())
+    grad_lse = torch.randn(lse.shape, generator=g) if seed & 2 else torch.zeros_like(lse)
+    if broken is not None:
+        grad_out[:, :, broken], grad_lse[:, :, broken] = 0, 0
+    outputs = out, scores.logsumexp(-1)
+    expected = torch.autograd.grad(outputs, leaves, (grad_out.float(), grad_lse))
+    out = out.detach().bfloat16()
+    if broken is not None:
+        q[:, :, broken], out[:, :, broken], lse[:, :, broken] = (float("nan"),) * 3
 
     m_blocks, n_blocks = -(-Sq // block), -(-Sk // 128)
     rows, pad = m_blocks * block, [0, m_blocks * block - Sq]
     log2 = torch.nn.functional.pad(lse * 1.4426950408889634, pad, value=float("inf")).contiguous()
-    delta = torch.nn.functional.pad((out * grad_out).sum(-1).detach(), pad).contiguous()
+    delta = torch.nn.functional.pad((out * grad_out).sum(-1) - grad_lse, pad).contiguous()
+    if whole:  # the kernel writes them
+        log2, delta = (torch.full_like(log2, float("nan")) for _ in range(2))
     # what a CTA adds to its own sums needs no zeros
     count, initial = (ctas * Hq // Hkv, float("nan")) if whole else (B * Hq, 0.0)
     sums = torch.full((count * rows * D,), initial)
     key_sums = torch.zeros(B * Hkv * n_blocks * 128 * 2 * D)
     key_notes = 2 * B * Hkv * n_blocks * 8 * (parts == 1)
-    notes = torch.full((key_notes + B * Hq * rows // 16 * whole,), 7, dtype=torch.int32)
+    notes = torch.full((0 if whole else key_notes,), 7, dtype=torch.int32)
     dq, dk, dv = grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
-    tensors = (ctypes.c_void_p * 7)(*(x.data_ptr() for x in (q, k, v, grad_out, *grads)))
+    tensors = (ctypes.c_void_p * 8)(*(x.data_ptr() for x in (q, k, v, grad_out, *grads, out)))
+    saved = (ctypes.c_void_p * 2)(lse.data_ptr(), grad_lse.data_ptr() if seed & 2 else None)
     numbers = (ctypes.c_int * 11)(*sizes, D, ctas, seed, left, right, parts)
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (log2, delta, sums, key_sums, notes))
     lens = None if lens is None else (ctypes.c_int * B)(*lens)
-    error = library.run(tensors, numbers, *pointers, lens)
+    error = library.run(tensors, numbers, saved, *pointers, lens)
     assert error is None, error.decode()
     assert not notes.any()
     if not whole:  # by block: half of the rows, four elements, warp, row, columns, second row
@@ -115,6 +133,10 @@ def assert_right(kernel, sizes, seed, left=FAR, right=FAR, lens=None, parts=1, c
         x = x.permute(2, 0, 1, 3, 5, 8, 6, 4, 7, 9).reshape(2, B, Hkv, n_blocks * 128, D)
         dk, dv = x[0, :, :, :Sk] * 0.125, x[1, :, :, :Sk]
     for name, x, y in zip(("dq", "dk", "dv"), (dq, dk, dv), expected):
+        if broken is not None:  # its row, and those of the keys that it attends
+            at = torch.arange(Sq) == broken if name == "dq" else attended[0, 0, broken]
+            assert x[:, :, at].isnan().all(), name
+            x, y = x[:, :, ~at], y[:, :, ~at]
         assert x.isfinite().all(), name
         assert (x.float() - y).abs().max() <= 2e-2 * max(y.abs().max(), 0.5), name
 
@@ -154,3 +176,15 @@ def test_128_features(seed, kernels):
         ((1, 1, 1, 260, 260), 30, FAR),
     )[seed - 8]
     assert_right(kernels(128, True, 1, window=True), sizes, seed, left, right)
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("D, slots", [(64, 2), (128, 1)])
+def test_a_broken_query_reaches_what_attends_it_alone(D, slots, seed, kernels):
+    kernel = kernels(D, True, slots, window=True)
+    assert_right(kernel, (1, 2, 1, 150, 200), seed, right=0, broken=70)
+
+
+@pytest.mark.parametrize("D, slots", [(64, 2), (128, 1)])
+def test_more_heads_than_ctas(D, slots, kernels):
+    assert_right(kernels(D, True, slots, window=True), (2, 6, 3, 40, 90), 14, right=0, ctas=4)

@@ -1,6 +1,7 @@
 """Dense backward on sm_90a, in three kernels: row sums (`preprocess`), the matrix products, and
-`postprocess`, which converts the fp32 sums and computes non-finite rows again. Wide heads and
-deterministic gradients compute dQ in a kernel of its own."""
+`postprocess`, which converts the fp32 sums and computes non-finite rows again. CTAs with whole
+heads do all of that in one kernel. Wide heads and deterministic gradients compute dQ in a kernel of
+its own."""
 
 from __future__ import annotations
 
@@ -56,8 +57,7 @@ _DROPOUT_AT, _BIAS_AT = (_PARAMS.fields[name].offset for name in ("dropout", "bi
 _LISTS = struct_layout("mask_blocks.cuh", "MaskBlocks").packer()
 _LISTS_AT = _BIAS_AT + struct_layout("bias.cuh", "Bias").fields["blocks"].offset
 
-# parameter lists of the kernels before the products: addresses, then what all calls share
-_PREPROCESS = kernel_layout("backward_preprocess.cu", "preprocess")
+# addresses, then what all calls share
 _CLIP = kernel_layout("backward_preprocess.cu", "clip_ranges")
 
 _ROWS = 64  # tokens of one TMA box, and of a CTA of `preprocess`
@@ -210,11 +210,10 @@ class BackwardPlan:
             *(units.gradient * dropout.scale(dropout_p), units.inside_tanh),
             LOG2E if bias else units.log2,  # with a bias, scores are in its units
             1.0 / units.accumulator,
-            *(n for of in all_strides for n in of[:3]),
+            *(n for of in (*all_strides, out_strides) for n in of[:3]),
+            self.zeros,
         )
         self.params = Params(_ADDRESSES, scalars.ljust(_PARAMS.size - _ADDRESSES.size, b"\0"))
-        rows = *out_strides[:3], *input_strides[3][:3], Hq, Sq, Dv, self.rows, self.zeros
-        self.preprocess = Params.of(_PREPROCESS, "out_strides", rows)
         if ranges is not None:
             sizes = *ranges[1:], ranges[0], Sq, Sk, left, right
             self.clip_ranges = Params.of(_CLIP, "strides", sizes)
@@ -315,33 +314,37 @@ class BackwardPlan:
         delta, sums, counter = at + self.row_bytes, at + 2 * self.row_bytes, at + self.counter_at
         addresses = [t.data_ptr() for t in (q, k, v, grad_out, dq, dk, dv)]
         params = self.params.take(
-            *map(getitem, self.maps, addresses), *addresses, lse_log2, delta, sums, counter,
+            *map(getitem, self.maps, addresses), *addresses, out.data_ptr(), lse.data_ptr(),
+            0 if grad_lse is None else grad_lse.data_ptr(), lse_log2, delta, sums, counter,
             0 if lens is None else lens.data_ptr(), 0 if slopes is None else slopes.data_ptr(),
             *ranges_at, at + self.key_sums_at, counter + 4,
         )  # fmt: skip
         held = None
         if self.has_features:
             held = self._write_features(params[0], mask, bias, blocks, seed, cu_seqlens, stream)
-        rows = self.preprocess.take(
-            out.data_ptr(), addresses[3], lse.data_ptr(), address(grad_lse),
-            lse_log2, delta, sums, counter,
-        )  # fmt: skip
-        kernels.preprocess.launch((self.heads, self.row_blocks), stream, rows[1])
-        self.preprocess.give_back(rows)
-        launch_dependent((kernels.products,), self.ctas, stream, params[1])
-        if kernels.queries is not None:
-            ctas = config.query_ctas(self.m_blocks) * self.heads
-            if config.is_wide:
-                launch_dependent((kernels.queries,), ctas, stream, params[1])
-            else:
-                kernels.queries.launch((ctas, 1), stream, params[1])
-        launch_dependent((kernels.postprocess,), self.postprocess_ctas, stream, params[1])
+        if config.whole_heads:
+            kernels.products.launch((self.ctas, 1), stream, params[1])
+        else:
+            self._launch_all(stream, params[1])
         dmask = None
         if mask_grad:
             dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
         self.params.give_back(params)
         del clipped, held  # the kernels that read them are launched
         return dq, dk, dv, dmask, workspace
+
+    def _launch_all(self, stream: int, params: ctypes.Array) -> None:
+        """The products, of queries too where no CTA with keys adds to dQ, and what is around."""
+        config, kernels = self.config, self.kernels
+        kernels.preprocess.launch((self.heads, self.row_blocks), stream, params)
+        launch_dependent((kernels.products,), self.ctas, stream, params)
+        if kernels.queries is not None:
+            ctas = config.query_ctas(self.m_blocks) * self.heads
+            if config.is_wide:
+                launch_dependent((kernels.queries,), ctas, stream, params)
+            else:
+                kernels.queries.launch((ctas, 1), stream, params)
+        launch_dependent((kernels.postprocess,), self.postprocess_ctas, stream, params)
 
     def row_sums(self, workspace: Tensor) -> Tensor:
         """(B, Hq, rows), rows from Sq on undefined."""
@@ -449,19 +452,17 @@ class _Kernels:
         names = (entry.name for entry in entries)
         found = dict(zip(names, kernels("backward", device, entries, defines)))
         products, queries = config.products
-        self.preprocess, self.products = found["preprocess"], found[products]
-        self.queries, self.postprocess = found.get(queries), found["postprocess"]
+        self.products, self.queries = found[products], found.get(queries)
+        self.preprocess, self.postprocess = found.get("preprocess"), found.get("postprocess")
         self.clip_ranges = found.get("clip_ranges")
 
 
 def entries_of(config: BackwardConfig, defines: dict[str, int]) -> list[Entry]:
     """The kernels that a call launches."""
     products, queries = config.products
-    entries = [
-        Entry("preprocess", 256),
-        Entry(products, config.threads, config.shared_bytes),
-        Entry("postprocess", 256),
-    ]
+    entries = [Entry(products, config.threads, config.shared_bytes)]
+    if not config.whole_heads:
+        entries += Entry("preprocess", 256), Entry("postprocess", 256)
     if not config.adds_dq:
         entries.append(Entry(queries, config.threads, config.query_shared_bytes))
     if defines["HAS_RANGES"]:

@@ -10,7 +10,15 @@
 // ALTERNATES, the consumers compute whole blocks of dQ in turn. That product is one step late, so that a
 // consumer does not wait for the other while they are less than a step apart. The additions have no fixed
 // order, but with WHOLE_HEADS: without ADDS_DQ, backward_queries.cu computes dQ.
+//
+// With WHOLE_HEADS no other CTA needs or writes anything of a head, and this kernel is the only one: it begins
+// with the row sums of its heads, which `preprocess` computes for others, and ends with rows that are not
+// finite.
 #include "query_gradients.cuh"
+#if WHOLE_HEADS
+#include "recomputed_rows.cuh"
+#include "row_sums.cuh"
+#endif
 
 constexpr int GRADS = HEAD_FEATURES / 2;
 constexpr u32 DS_BYTES = BLOCK_N * BLOCK_M * 2;
@@ -41,6 +49,31 @@ DEVICE KeyTile load_key_tile(const BackwardShared& sm, int slot) {
 
 #if WHOLE_HEADS
 typedef WholeQueryGradients Gradients;
+
+// Executed by all threads: what the products need of each row of this CTA's heads.
+DEVICE void write_own_row_sums(const BackwardParams& p) {
+  const int per_head = p.m_blocks * (BLOCK_M / WARP_ROWS);
+  for (int i = warp_uniform(threadIdx.x / 32);; i += 4 * (CONSUMERS + 1)) {
+    const int own = i / per_head, turn = own / p.group;
+    const int part = blockIdx.x + turn * gridDim.x, h = part * p.group + (own - turn * p.group);
+    if (part >= p.B * p.Hkv) break;
+    write_row_sums(p, h / p.Hq, h % p.Hq, (i - own * per_head) * WARP_ROWS);
+  }
+  fence_async_global();  // bulk copies read them
+}
+
+// Executed by all consumers, if a gradient of this CTA's heads is not finite.
+DEVICE void recompute_own_rows(const BackwardParams& p) {
+#pragma unroll 1
+  for (int part = blockIdx.x; part < p.B * p.Hkv; part += gridDim.x) {
+    const int b = part / p.Hkv, h = part - b * p.Hkv;
+#pragma unroll 1
+    for (int i = 0; i < p.group + 2; i++) {
+      const int tensor = i < p.group ? DQ : i == p.group ? DK : DV;
+      recompute_rows(p, tensor, 0, tensor == DQ ? p.Sq : p.Sk, tensor == DQ ? h * p.group + i : h, b);
+    }
+  }
+}
 #else
 typedef QueryGradients Gradients;
 #endif
@@ -265,6 +298,10 @@ struct BackwardConsumer : Gradients {
       phase = finish_tile();
     }
     if (tid == 0) tma_store_wait();
+#if WHOLE_HEADS
+    named_barrier_sync(Barrier::CONSUMER_SYNC, 128 * CONSUMERS);  // all gradients are written
+    if (load_shared<u32>(sm.nonfinite)) recompute_own_rows(p);
+#endif
   }
 
   // Zeroes this consumer's rows; the other's are zeroed before its dS is stored.
@@ -276,7 +313,11 @@ struct BackwardConsumer : Gradients {
 
   DEVICE void store(const float (&grads)[GRADS], float factor, u32 at, u32 column_bytes, int tensor,
                     const TensorMap& map) {
-    u32* const note = note_at(p, tensor, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0 + first);
+#if WHOLE_HEADS
+    const Note note = sm.nonfinite;
+#else
+    const Note note = note_at(p, tensor, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0 + first);
+#endif
     store_gradients(grads, factor, at, column_bytes, Barrier::WARPGROUP + c, map, t.n0 + first, t.part, t.b,
                     note);
   }
@@ -309,7 +350,7 @@ DEVICE void produce(const BackwardParams& p, const BackwardShared& sm) {
       if (t.first < t.last) load_keys(p, sm, t, keys.stage);
       else mbar_arrive(full);
     }
-    wait_for_prior_grid();  // `preprocess` writes nothing read above
+    if (!WHOLE_HEADS) wait_for_prior_grid();  // `preprocess` writes nothing read above
     produce_queries(p, sm, t, leader, ring, bias);
     if (leader) i = next_tile(p, i);
     i = __shfl_sync(~0u, i, __ffs(__ballot_sync(~0u, leader)) - 1);
@@ -325,12 +366,16 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     backward(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const BackwardShared sm(smem_address(shared));
-  launch_dependent_grids();
+  if (!WHOLE_HEADS) launch_dependent_grids();
   if (threadIdx.x == 0) {
     sm.init();
     for (int i = 0; i < KEY_SLOTS; i++) mbar_init(kv_empty(sm, i), 128 * CONSUMERS);
+    if (WHOLE_HEADS) store_shared(sm.nonfinite, 0u);
     mbar_init_fence();
   }
+#if WHOLE_HEADS
+  write_own_row_sums(p);
+#endif
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == 0) {

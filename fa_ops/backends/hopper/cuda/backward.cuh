@@ -32,7 +32,7 @@ struct BackwardShared {
   u32 exchange;  // between consumers
   u32 bias, lse, delta, ranges, row_seeds;
   u32 tile;  // that the producer has scheduled, for each slot of keys
-  u32 targets;  // with WHOLE_HEADS
+  u32 targets, nonfinite;  // with WHOLE_HEADS; whether some gradient is not finite
   u32 kv_full, q_full, q_empty, do_full, do_empty;
   u32 extra;  // barriers of one kernel alone
   u32 bias_full, bias_empty, end;
@@ -50,7 +50,8 @@ struct BackwardShared {
         row_seeds(ranges + STAGES * RANGE_BYTES),
         tile(row_seeds + STAGES * SEED_BYTES),
         targets(tile + 32 * KEY_SLOTS),
-        kv_full(targets + 4 * 16 * WHOLE_HEADS),
+        nonfinite(targets + 4 * 16 * WHOLE_HEADS),
+        kv_full(nonfinite + 8 * WHOLE_HEADS),
         q_full(kv_full + 8 * KEY_SLOTS),
         q_empty(q_full + 8 * STAGES),
         do_full(q_empty + 8 * STAGES),
@@ -191,12 +192,25 @@ DEVICE float score_gradient(float weight, float dp, float delta) {
 #endif
 }
 
+// Where a warp notes that some of its rows are not finite: with WHOLE_HEADS a word of shared memory for all
+// rows, else words of `nonfinite` for each warp.
+#if WHOLE_HEADS
+typedef u32 Note;
+DEVICE void note_rows(Note note, bool is_nonfinite) {
+  if (is_nonfinite) store_shared(note, 1u);
+}
+#else
+typedef u32* Note;
+DEVICE void note_rows(Note note, bool is_nonfinite) {
+  if ((threadIdx.x & 31) == 0) note[threadIdx.x >> 5 & 3] = is_nonfinite;
+}
+#endif
+
 // Writes a warpgroup's gradients of 64 tokens, through shared memory.
 template <int COUNT>
 DEVICE void store_gradients(const float (&grads)[COUNT], float factor, u32 at, u32 column_bytes, u32 barrier,
-                            const TensorMap& map, int row, int h, int b, u32* note) {
-  const bool is_nonfinite = __any_sync(~0u, probe(grads) != 0.f);
-  if ((threadIdx.x & 31) == 0) note[threadIdx.x >> 5 & 3] = is_nonfinite;
+                            const TensorMap& map, int row, int h, int b, Note note) {
+  note_rows(note, __any_sync(~0u, probe(grads) != 0.f));
   u32 x[COUNT / 2];
 #pragma unroll
   for (int i = 0; i < COUNT / 2; i++) x[i] = pack(grads[2 * i] * factor, grads[2 * i + 1] * factor);

@@ -76,7 +76,7 @@ struct ValueConsumer : KeyConsumerBase {
 #else
     named_barrier_arrive(Barrier::K_READ, 128 * CONSUMERS);
     named_barrier_sync(Barrier::V_READ, 128 * CONSUMERS);
-    u32* const note = note_at(p, DV, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0);
+    const Note note = note_at(p, DV, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0);
     store_gradients(dv, value_factor(), sm.v, BLOCK_N * 128, Barrier::WARPGROUP, p.dv, t.n0, t.part, t.b,
                     note);
     if (tid == 0) tma_store_wait();
@@ -138,7 +138,7 @@ struct KeyConsumer : KeyConsumerBase {
 #else
     named_barrier_arrive(Barrier::V_READ, 128 * CONSUMERS);
     named_barrier_sync(Barrier::K_READ, 128 * CONSUMERS);
-    u32* const note = note_at(p, DK, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0);
+    const Note note = note_at(p, DK, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0);
     store_gradients(dk, p.scale, sm.k, BLOCK_N * 128, Barrier::WARPGROUP + 1, p.dk, t.n0, t.part, t.b, note);
     if (tid == 0) tma_store_wait();
 #endif

@@ -20,8 +20,11 @@ constexpr int TENSORS = 7;
 struct BackwardParams {
   TensorMap q, k, v, grad_out, dq, dk, dv;
   Element* tensors[TENSORS];  // the tensors of the maps, for reads and writes of single rows
-  const float* lse;    // (B * Hq, padded Sq), in log2 units (natural with a bias), +inf for rows without keys
-  const float* delta;  // the same shape
+  const Element* out;      // (B, Hq, Sq, Dv)
+  const float* saved_lse;  // of the forward pass, (B, Hq, Sq), natural, -inf for rows without keys
+  const float* grad_lse;   // the same shape, or null
+  float* lse;    // (B * Hq, padded Sq), in log2 units (natural with a bias), +inf for rows without keys
+  float* delta;  // the same shape
   float* sums;         // of dQ with ADDS_DQ: (B * Hq, m_blocks, BLOCK_M * SUM_FEATURES), in accumulator order
   int* counter;        // tiles taken beyond the first of each CTA, where CTAs are persistent
   const int* kv_lens;  // (B,) or null
@@ -39,7 +42,8 @@ struct BackwardParams {
   float tanh_scale;  // with a softcap: scale / softcap
   float scale_log2;  // from score units to log2 units
   float alibi_unit;
-  Strides strides[TENSORS];
+  Strides strides[TENSORS], out_strides;
+  long long zeros;    // sums that `preprocess` clears, in units of 16 bytes
   MaskBits by_key;    // with a mask: the queries of each key
   MaskBits by_query;  // with a mask, unless ADDS_DQ: the keys of each query
   int mask_block;     // bytes of a block of queries in `by_key`, 0 if queries share the mask

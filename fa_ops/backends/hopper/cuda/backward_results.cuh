@@ -18,8 +18,6 @@ template <int COUNT> DEVICE void store_fragments(u32 at, const u32 (&x)[COUNT], 
   }
 }
 
-constexpr bool SUMS_DQ = ADDS_DQ && !WHOLE_HEADS;  // `postprocess` converts sums of dQ
-
 constexpr int ROWS_PER_NOTE = 16;  // of a word of `nonfinite`: a warp's
 
 // The number of words of dK, and of dV.

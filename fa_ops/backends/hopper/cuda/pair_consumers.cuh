@@ -119,7 +119,7 @@ struct PairConsumer : KeyConsumerBase {
   template <int COUNT>
   DEVICE void store(const float (&grads)[COUNT], float factor, u32 at, u32 warpgroup, int tensor,
                     const TensorMap& map) {
-    u32* const note = note_at(p, tensor, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0 + first);
+    const Note note = note_at(p, tensor, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0 + first);
     store_gradients(grads, factor, at, COLUMN_BYTES, Barrier::WARPGROUP + warpgroup, map, t.n0 + first,
                     t.part, t.b, note);
     if (tid == 0) tma_store_wait();

@@ -222,6 +222,7 @@ DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory");
 }
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // From the L2 cache: an addition by this thread may be newer than the L1.
 DEVICE float4 load_l2(const float* from) {

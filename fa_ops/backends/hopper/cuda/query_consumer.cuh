@@ -277,7 +277,7 @@ struct QueryConsumer {
 #endif
     if (t.m >= p.m_blocks) return;
     named_barrier_sync(Barrier::WARPGROUP + c, 128);  // every warp has read its rows of Q
-    u32* const note = note_at(p, DQ, t.b * p.Hq + t.h, p.m_blocks * ROWS, t.m * ROWS);
+    const Note note = note_at(p, DQ, t.b * p.Hq + t.h, p.m_blocks * ROWS, t.m * ROWS);
     store_gradients(dq, p.scale, slot_at<CONSUMER_Q_BYTES>(sm.q, c), ROWS * 128, Barrier::WARPGROUP + c, p.dq,
                     t.m * ROWS, t.h, t.b, note);
     if (tid == 0) tma_store_wait();

@@ -103,12 +103,7 @@ struct WholeQueryGradients : QueryGradients {
   DEVICE void write_rows(const QueryTarget& target) {
     const int b = target.b, h = target.h, tid = opaque(this->tid), lane = tid & 31;
     const int top = target.m * BLOCK_M + (SPLITS_ROWS ? first : 0) + (tid >> 5) * 16;
-    const bool is_nonfinite = __any_sync(~0u, probe(dq) != 0.f);
-    if (lane == 0) {  // the other consumer has the other columns, or other rows
-      u32* const note = note_at(p, DQ, b * p.Hq + h, p.m_blocks * BLOCK_M, top);
-      if (SPLITS_ROWS) *note = is_nonfinite;
-      else ((unsigned short*)note)[c] = is_nonfinite;
-    }
+    note_rows(sm.nonfinite, __any_sync(~0u, probe(dq) != 0.f));
     write_query_rows(p, dq, b, h, top + (lane >> 2), SPLITS_ROWS ? 0 : c * (SUM_FEATURES / 2));
   }
 };

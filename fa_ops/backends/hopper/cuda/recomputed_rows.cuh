@@ -1,0 +1,129 @@
+// Computes rows of gradients that are not finite again, one at a time and without products by a weight of 0,
+// as a NaN or Inf may have reached rows that do not attend it.
+//
+// Compile-time: what backward_tiles.cuh has, HEAD_DIM HAS_KV_LENS HAS_SOFTCAP HAS_ALIBI HAS_DROPOUT
+#pragma once
+#include "backward_results.cuh"
+
+// Whether a query attends a key.
+DEVICE bool attends(const BackwardParams& p, int i, int j, int h, int b, int keys) {
+  bool keep = j < keys;
+#if HAS_RANGES
+  const int2 range = p.ranges[range_row(p, h, b) * p.m_blocks * BLOCK_M + i];
+  keep = keep && j >= range.x && j < range.y;
+#elif HAS_WINDOW
+  const int diagonal = i + keys - p.Sq;
+  keep = keep && j >= diagonal - p.window_left && j <= diagonal + p.window_right;
+#endif
+#if HAS_MASK
+  const unsigned char* bits = p.by_key.bits + b * p.by_key.b + h * p.by_key.h +
+                              min(j, p.Sk - 1) * p.by_key.row + i / 64 * p.mask_block;
+  keep = keep && bits[i % 64 / 8] >> i % 8 & 1;
+#endif
+  return keep;
+}
+
+// The factor of a row in a gradient: for dV the weight, of dO; for dQ and dK the gradient of the product, of
+// K or Q.
+DEVICE float factor_of(const BackwardParams& p, int tensor, int i, int j, int h, int b, int keys) {
+  auto row = [&](int of, int head, int token) {
+    return row_at(p.tensors[of], p.strides[of], b, head, token);
+  };
+  const long long at = (long long)(b * p.Hq + h) * p.m_blocks * BLOCK_M + i;
+  const int of_keys = h / p.group;
+  float s = dot(row(Q, h, i), row(K, of_keys, j), p.D), tanh_grad = 1.f;
+#if HAS_SOFTCAP
+  s = softcap_tanh(s * p.tanh_scale), tanh_grad = 1.f - s * s;
+#endif
+#if HAS_ALIBI
+  s -= p.alibi[b * p.alibi_b + h] * p.alibi_unit * fabsf((float)(i + keys - p.Sq - j));
+#endif
+#if BIAS_BITS
+  const float2 pair = to_floats(bias_pair(bias_row(p.bias, b, h, i), p.bias, j & ~1, 0));
+  const float bias = j & 1 ? pair.y : pair.x;
+  if (bias == -INFINITE) return 0.f;  // left out even if its score is NaN
+  s = fmaf(s, p.bias.unit, bias);
+#endif
+  const float weight = exp2_fast(exponent(p, s, p.lse[at]));
+  if (weight == 0.f) return 0.f;
+  bool is_dropped = false;
+  float delta = p.delta[at];
+#if HAS_DROPOUT
+  is_dropped =
+      comparable_hash(p.dropout.row_seeds[at] + j * COLUMN_STEP, p.dropout.threshold) < p.dropout.threshold;
+  delta *= p.dropout.kept;
+#endif
+  if (tensor == DV) return is_dropped ? 0.f : weight;
+  const float dp = is_dropped ? 0.f : dot(row(GRAD_OUT, h, i), row(V, of_keys, j), p.Dv);
+  return weight * (dp - delta) * tanh_grad;
+}
+
+// With WHOLE_HEADS there is one call, in a kernel whose loops need the registers that a function reserves.
+#if WHOLE_HEADS
+#define RECOMPUTES DEVICE
+#else
+#define RECOMPUTES __device__ __noinline__
+#endif
+
+// Executed by one warp: computes columns [FIRST, FIRST + 256) of a row of a gradient again if they are not
+// finite; `h` is a head of that gradient. Each lane computes the factor of a pair and sums eight columns.
+template <int FIRST>
+RECOMPUTES void recompute_row(const BackwardParams& p, int tensor, int row, int h, int b) {
+  const int lane = threadIdx.x & 31, column = FIRST + lane * 8, keys = keys_of(p, b);
+  const bool has_columns = column < (tensor == DV ? p.Dv : p.D);
+  uint4* const to = (uint4*)(row_at(p.tensors[tensor], p.strides[tensor], b, h, row) + column);
+  float sum[8];
+  auto read = [&](const uint4* from) {
+    const uint4 x = *from;
+    const float2 y[4] = {unpack(x.x), unpack(x.y), unpack(x.z), unpack(x.w)};
+#pragma unroll
+    for (int e = 0; e < 4; e++) sum[2 * e] = y[e].x, sum[2 * e + 1] = y[e].y;
+  };
+  auto is_nonfinite = [&] { return __any_sync(~0u, has_columns && probe(sum) != 0.f); };
+  read(has_columns ? to : (const uint4*)row_at(p.tensors[tensor], p.strides[tensor], b, h, row));
+  if (!is_nonfinite()) return;
+#pragma unroll
+  for (int e = 0; e < 8; e++) sum[e] = 0.f;
+  const int others = tensor == DQ   ? K
+                     : tensor == DK ? Q
+                                    : GRAD_OUT,
+            count = tensor == DQ ? keys : p.Sq, group = tensor == DQ ? 1 : p.group;
+#pragma unroll 1
+  for (int head = h * group; head < (h + 1) * group; head++) {
+    const int others_head = tensor == DQ ? h / p.group : head;
+#pragma unroll 1
+    for (int base = 0; base < count; base += 32) {
+      const int other = base + lane, i = tensor == DQ ? row : other, j = tensor == DQ ? other : row;
+      const bool counts = other < count && attends(p, i, j, head, b, keys);
+      const float factor = counts ? factor_of(p, tensor, i, j, head, b, keys) : 0.f;
+      u32 left = __ballot_sync(~0u, factor != 0.f);  // true of a NaN
+      if (left == 0) continue;
+#pragma unroll 1
+      for (; left; left &= left - 1) {
+        const int from = __ffs(left) - 1;
+        const float f = __shfl_sync(~0u, factor, from);
+        if (!has_columns) continue;
+        const uint4 x = *(
+            const uint4*)(row_at(p.tensors[others], p.strides[others], b, others_head, base + from) + column);
+        const float2 y[4] = {unpack(x.x), unpack(x.y), unpack(x.z), unpack(x.w)};
+#pragma unroll
+        for (int e = 0; e < 4; e++) sum[2 * e] += f * y[e].x, sum[2 * e + 1] += f * y[e].y;
+      }
+      if (is_nonfinite()) return;
+    }
+  }
+  const float unit = tensor != DV ? p.scale : HAS_DROPOUT ? p.dropout.scale : 1.f;
+  if (has_columns)
+    *to = make_uint4(pack(sum[0] * unit, sum[1] * unit), pack(sum[2] * unit, sum[3] * unit),
+                     pack(sum[4] * unit, sum[5] * unit), pack(sum[6] * unit, sum[7] * unit));
+}
+
+// Executed by eight warps: the rows from `first` on, at most `count`, that exist.
+DEVICE void recompute_rows(const BackwardParams& p, int tensor, int first, int count, int h, int b) {
+  const int end = min(first + count, tensor == DQ ? p.Sq : p.Sk);
+#pragma unroll 1
+  for (int row = first + threadIdx.x / 32 % 8; row < end; row += 8) {
+    recompute_row<0>(p, tensor, row, h, b);
+    if constexpr (HEAD_DIM > 256) recompute_row<256>(p, tensor, row, h, b);
+  }
+}

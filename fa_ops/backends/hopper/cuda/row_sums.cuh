@@ -1,0 +1,57 @@
+// What the products of the backward pass need of each row: delta, and the LSE in their units.
+//
+// Compile-time: VALUE_DIM BLOCK_M BIAS_BITS
+#pragma once
+#include "backward_params.cuh"
+
+// Scores beyond this are not resolved by float32 to the unit of an exponential.
+constexpr float UNRESOLVED = 1 << 24;
+
+// The LSE as the kernels read it. Rounding of unresolved scores could make weights overflow: they vanish
+// instead.
+DEVICE float lse_of(float lse) {
+  if (lse == -INFINITE) return INFINITE;
+#if BIAS_BITS  // differences are exact
+  return lse;
+#else
+  const float x = lse * LOG2E;
+  return fabsf(x) < UNRESOLVED ? x : x + fabsf(x) * (1.f / (1 << 21));
+#endif
+}
+
+constexpr int ROW_LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // each with eight features
+constexpr int WARP_ROWS = 8;
+
+// Executed by a warp: delta = rowsum(dO * O) - dlse, and the LSE with rows without keys at +inf, of WARP_ROWS
+// rows of a head from `first` on. The preprocess kernel of FlashAttention-2.
+DEVICE void write_row_sums(const BackwardParams& p, int b, int h, int first) {
+  constexpr int STEPS = WARP_ROWS * ROW_LANES / 32, STEP_ROWS = 32 / ROW_LANES;
+  const int lane = threadIdx.x & 31, feature = lane % ROW_LANES * 8, there = feature < p.Dv ? feature : 0;
+  const long long head = b * p.Hq + h;
+  const Element* x = row_at(p.out, p.out_strides, b, h, 0) + there;
+  const Element* y = row_at(p.tensors[GRAD_OUT], p.strides[GRAD_OUT], b, h, 0) + there;
+  first += lane / ROW_LANES;
+  float sum[STEPS];  // for each row of these lanes
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const int row = min(first + i * STEP_ROWS, p.Sq - 1);  // no branch: all loads are in flight at once
+    const float found = dot8(x + row * p.out_strides.s, y + row * p.strides[GRAD_OUT].s);
+    sum[i] = feature < p.Dv ? found : 0.f;
+#if VALUE_DIM > 256
+    if (feature + 256 < p.Dv)
+      sum[i] += dot8(x + row * p.out_strides.s + 256, y + row * p.strides[GRAD_OUT].s + 256);
+#endif
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const int row = first + i * STEP_ROWS;
+#pragma unroll
+    for (int w = ROW_LANES / 2; w; w >>= 1) sum[i] += __shfl_xor_sync(~0u, sum[i], w);
+    if (feature == 0) {
+      const long long from = head * p.Sq + row, to = head * (p.m_blocks * BLOCK_M) + row;
+      const float lse = row < p.Sq ? p.saved_lse[from] : -INFINITE;
+      p.lse[to] = lse_of(lse);
+      p.delta[to] = lse == -INFINITE ? 0.f : sum[i] - (p.grad_lse ? p.grad_lse[from] : 0.f);
+    }
+  }
+}
