@@ -1,4 +1,5 @@
-"""The backward kernel with whole heads, and with two slots for keys, run on the CPU."""
+"""The backward kernel with whole heads, alone and after `preprocess`, and with two slots for keys, run
+on the CPU."""
 
 import ctypes
 import dataclasses
@@ -56,10 +57,10 @@ def kernels(tmp_path_factory):
     """The kernel and its configuration, by arguments of `backward_config` and `kernel_defines`."""
     made = {}
 
-    def compile(D, whole, slots, **features):
-        key = D, whole, slots, *features.items()
+    def compile(D, whole, slots, sums_rows=False, **features):
+        key = D, whole, slots, sums_rows, *features.items()
         if key not in made:
-            config = configs.backward_config(D, D, whole_heads=whole)
+            config = configs.backward_config(D, D, whole_heads=whole, sums_rows=sums_rows)
             config = dataclasses.replace(config, key_slots=slots)
             defines = dense_backward.kernel_defines(config, torch.bfloat16, **features)
             machine = PTX.replace("CTAS = 2, THREADS = 512", "CTAS = 1, THREADS = 384")
@@ -108,7 +109,7 @@ def assert_right(
     rows, pad = m_blocks * block, [0, m_blocks * block - Sq]
     log2 = torch.nn.functional.pad(lse * 1.4426950408889634, pad, value=float("inf")).contiguous()
     delta = torch.nn.functional.pad((out * grad_out).sum(-1) - grad_lse, pad).contiguous()
-    if whole:  # the kernel writes them
+    if config.sums_rows:  # the kernel writes them
         log2, delta = (torch.full_like(log2, float("nan")) for _ in range(2))
     # what a CTA adds to its own sums needs no zeros
     count, initial = (ctas * Hq // Hkv, float("nan")) if whole else (B * Hq, 0.0)
@@ -149,9 +150,9 @@ def test_two_slots(seed, whole, kernels):
     assert_right(kernels(64, whole, 2), sizes[seed], seed)
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole, sums_rows", [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("seed", [2, 3, 4, 5])
-def test_two_slots_with_windows(seed, whole, kernels):
+def test_two_slots_with_windows(seed, whole, sums_rows, kernels):
     """With blocks of keys that no query attends, and of queries that few attend."""
     sizes, left, right = (
         ((1, 3, 3, 400, 400), FAR, 0),
@@ -159,7 +160,7 @@ def test_two_slots_with_windows(seed, whole, kernels):
         ((1, 1, 1, 520, 520), 40, 0),
         ((1, 1, 1, 150, 500), 100, 10),
     )[seed - 2]
-    assert_right(kernels(64, whole, 2, window=True), sizes, seed, left, right)
+    assert_right(kernels(64, whole, 2, sums_rows, window=True), sizes, seed, left, right)
 
 
 @pytest.mark.parametrize("seed", [6, 7])
@@ -175,16 +176,16 @@ def test_128_features(seed, kernels):
         ((1, 2, 1, 70, 400), FAR, 0),
         ((1, 1, 1, 260, 260), 30, FAR),
     )[seed - 8]
-    assert_right(kernels(128, True, 1, window=True), sizes, seed, left, right)
+    assert_right(kernels(128, True, 1, True, window=True), sizes, seed, left, right)
 
 
 @pytest.mark.parametrize("seed", [11, 12])
 @pytest.mark.parametrize("D, slots", [(64, 2), (128, 1)])
 def test_a_broken_query_reaches_what_attends_it_alone(D, slots, seed, kernels):
-    kernel = kernels(D, True, slots, window=True)
+    kernel = kernels(D, True, slots, True, window=True)
     assert_right(kernel, (1, 2, 1, 150, 200), seed, right=0, broken=70)
 
 
 @pytest.mark.parametrize("D, slots", [(64, 2), (128, 1)])
 def test_more_heads_than_ctas(D, slots, kernels):
-    assert_right(kernels(D, True, slots, window=True), (2, 6, 3, 40, 90), 14, right=0, ctas=4)
+    assert_right(kernels(D, True, slots, True, window=True), (2, 6, 3, 40, 90), 14, right=0, ctas=4)

@@ -212,6 +212,7 @@ class BackwardConfig(HeadDims):
     skips_tiles: bool = False
     buffers: int = 2  # of weights, from the consumer of dV to that of dK
     whole_heads: bool = False  # a CTA passes over all keys of a head, and writes dQ itself
+    sums_rows: bool = False  # with whole heads: it also sums rows, in place of `preprocess`
     key_slots: int = 1  # with 2, the next keys are copied while these are used
 
     products = "backward", "backward_queries"  # the kernels: the second one unless `adds_dq`
@@ -322,7 +323,7 @@ class BackwardConfig(HeadDims):
             "ADDS_DQ": int(self.adds_dq),
             "QUERY_BLOCK_N": self.query_block_n, "QUERY_STAGES": self.query_stages,
             "BIAS_BITS": self.bias_bits, "SKIPS_TILES": int(self.skips_tiles),
-            "WHOLE_HEADS": int(self.whole_heads),
+            "WHOLE_HEADS": int(self.whole_heads), "SUMS_ROWS": int(self.sums_rows),
             "KEY_SLOTS": self.key_slots,
         }  # fmt: skip
 
@@ -507,14 +508,15 @@ def _forward_config(D: int, Dv: int, few_registers: bool) -> Config:
 def backward_config(
     D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, few_registers: bool = False,
     prefers_pairs: bool = False, skips_tiles: bool = False, whole_heads: bool = False,
-    differs_by_row: bool = False,
+    differs_by_row: bool = False, sums_rows: bool = False,
 ) -> BackwardConfig:  # fmt: skip
     """The backward's tiles.
 
     `few_registers`: a mask's bits, dropout or a softcap take registers. `prefers_pairs`: whether
     pairs of CTAs are faster where both are possible, see `pairs.py`. `skips_tiles`: as the
     forward's. `whole_heads`: whether a CTA for all keys of a head is faster, see `whole_heads.py`;
-    it adds in the same order every time. `differs_by_row`: key ranges, lengths or ALiBi.
+    it adds in the same order every time. `sums_rows`: it needs no other kernel before it.
+    `differs_by_row`: key ranges, lengths or ALiBi.
     """
     if max(D, Dv) > 256:
         return WideBackwardConfig(512, 512)
@@ -531,7 +533,7 @@ def backward_config(
     if whole_heads:
         if config.needs_parts_of_heads:
             return backward_config(D, Dv, deterministic)
-        config = dataclasses.replace(config, whole_heads=True)
+        config = dataclasses.replace(config, whole_heads=True, sums_rows=sums_rows)
     buffers = 1 if head_dim == 256 and bias_bits else 2
     return dataclasses.replace(
         config, bias_bits=bias_bits, buffers=buffers, skips_tiles=skips_tiles

@@ -1,7 +1,7 @@
 """Dense backward on sm_90a, in three kernels: row sums (`preprocess`), the matrix products, and
 `postprocess`, which converts the fp32 sums and computes non-finite rows again. CTAs with whole
-heads do all of that in one kernel. Wide heads and deterministic gradients compute dQ in a kernel of
-its own."""
+heads compute those rows themselves, and row sums of small problems. Wide heads and deterministic
+gradients compute dQ in a kernel of its own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from fa_ops.backends.hopper.problem import (
     tma_aligned,
     window_sides,
 )
-from fa_ops.backends.hopper.whole_heads import prefers_whole_heads
+from fa_ops.backends.hopper.whole_heads import prefers_own_row_sums, prefers_whole_heads
 from fa_ops.call import Call, Run, general
 from fa_ops.geometry import rows_are_aligned
 from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Spec
@@ -181,9 +181,10 @@ class BackwardPlan:
         differs_by_row = has_lens or ranges is not None or slopes_dim is not None
         is_plain = mask is bias is None and not (few_registers or differs_by_row)
         whole = is_plain and prefers_whole_heads(*shapes[:2], (left, right), processors)
+        sums_rows = whole and prefers_own_row_sums(*shapes[:2], Dv, processors)
         self.config = config = backward_config(
             D, Dv, deterministic, bits, few_registers, pairs, lists is not None, whole,
-            differs_by_row=differs_by_row,
+            differs_by_row=differs_by_row, sums_rows=sums_rows,
         )  # fmt: skip
         self.device, self.dropout_p = device, dropout_p
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
@@ -271,7 +272,9 @@ class BackwardPlan:
         key_sums = keys * dims * (1 if config.adds_dq else parts) if parts > 1 else 0
         # those that are added to, by 16 bytes
         self.zeros = (sums + key_sums) // 4 if config.sums_dq else 0
-        flags = (2 * keys if parts == 1 else 0) + (0 if config.sums_dq else rows)
+        flags = (2 * keys if parts == 1 else 0) + (0 if config.adds_dq else rows)
+        if config.whole_heads:
+            flags = 0  # in shared memory
         self.row_bytes = 4 * rows
         self.key_sums_at = 2 * self.row_bytes + 4 * sums
         self.counter_at = self.key_sums_at + 4 * key_sums
@@ -322,10 +325,10 @@ class BackwardPlan:
         held = None
         if self.has_features:
             held = self._write_features(params[0], mask, bias, blocks, seed, cu_seqlens, stream)
-        if config.whole_heads:
+        if kernels.preprocess is None:
             kernels.products.launch((self.ctas, 1), stream, params[1])
         else:
-            self._launch_all(stream, params[1])
+            self._launch_in_order(stream, params[1])
         dmask = None
         if mask_grad:
             dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
@@ -333,8 +336,8 @@ class BackwardPlan:
         del clipped, held  # the kernels that read them are launched
         return dq, dk, dv, dmask, workspace
 
-    def _launch_all(self, stream: int, params: ctypes.Array) -> None:
-        """The products, of queries too where no CTA with keys adds to dQ, and what is around."""
+    def _launch_in_order(self, stream: int, params: ctypes.Array) -> None:
+        """Launch the kernels of a call for which one kernel is not enough."""
         config, kernels = self.config, self.kernels
         kernels.preprocess.launch((self.heads, self.row_blocks), stream, params)
         launch_dependent((kernels.products,), self.ctas, stream, params)
@@ -344,7 +347,8 @@ class BackwardPlan:
                 launch_dependent((kernels.queries,), ctas, stream, params)
             else:
                 kernels.queries.launch((ctas, 1), stream, params)
-        launch_dependent((kernels.postprocess,), self.postprocess_ctas, stream, params)
+        if kernels.postprocess is not None:
+            launch_dependent((kernels.postprocess,), self.postprocess_ctas, stream, params)
 
     def row_sums(self, workspace: Tensor) -> Tensor:
         """(B, Hq, rows), rows from Sq on undefined."""
@@ -460,9 +464,10 @@ class _Kernels:
 def entries_of(config: BackwardConfig, defines: dict[str, int]) -> list[Entry]:
     """The kernels that a call launches."""
     products, queries = config.products
-    entries = [Entry(products, config.threads, config.shared_bytes)]
+    entries = [] if config.sums_rows else [Entry("preprocess", 256)]
+    entries.append(Entry(products, config.threads, config.shared_bytes))
     if not config.whole_heads:
-        entries += Entry("preprocess", 256), Entry("postprocess", 256)
+        entries.append(Entry("postprocess", 256))
     if not config.adds_dq:
         entries.append(Entry(queries, config.threads, config.query_shared_bytes))
     if defines["HAS_RANGES"]:

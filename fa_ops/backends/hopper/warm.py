@@ -81,7 +81,9 @@ def _backwards(D: int) -> Iterator[tuple[BackwardConfig, tuple[tuple[str, bool],
             config = backward_config(D, D, prefers_pairs=pairs, differs_by_row=name == "ranges")
             yield config, (*features, ("split", split))
         if name != "ranges":
-            yield backward_config(D, D, whole_heads=True), (*features, ("split", False))
+            for sums_rows in (False, True):
+                config = backward_config(D, D, whole_heads=True, sums_rows=sums_rows)
+                yield config, (*features, ("split", False))
 
 
 def _forwards(D: int, dtype: torch.dtype) -> Iterator[Variant]:

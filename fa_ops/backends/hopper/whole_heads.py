@@ -1,4 +1,4 @@
-"""Which backward passes are faster if one CTA passes over all keys of a head.
+"""Which backward passes are faster if one CTA passes over all keys of a head, and in one kernel.
 
 Otherwise several CTAs add to dQ of a head in memory, whose sums in fp32 are cleared and converted
 by kernels of their own: 0.06 ms for 16384 tokens with 2048 features. A CTA with all keys of a head
@@ -18,6 +18,11 @@ Time of blocks of keys over that of whole heads on an H200 with 132 multiprocess
     128   512 causal       35 MB              256               1.06
     128   512 full         35 MB              512               0.84
     128   1024 causal      69 MB              512               0.81
+
+Small problems take the time of their launches, which is that of several steps: one kernel is faster
+even if most multiprocessors have no work. It reads the results of the forward pass to sum rows,
+which a CTA does for its own heads before its products, and another kernel does on all
+multiprocessors.
 """
 
 from __future__ import annotations
@@ -26,8 +31,10 @@ from fa_ops.backends.hopper.pairs import attended_keys
 from fa_ops.backends.hopper.problem import UNBOUNDED
 
 _BLOCK = 128  # keys of a CTA at a time
+_FEW_STEPS = 4  # of 128 queries, 128 keys and 64 features
 _LEAST_WORK = 0.85  # of the multiprocessors' time
 _MOST_BYTES = 96 << 20  # of sums that all CTAs add to in the time of a head
+_OWN_BYTES = 256 << 10  # of `out` and its gradient, beyond a multiprocessor's share of all
 
 
 def prefers_whole_heads(
@@ -46,8 +53,27 @@ def prefers_whole_heads(
         return False
     if Sk <= _BLOCK and Hq == Hkv:  # the work is divided in the same way, and nothing is summed
         return True
+    if Hq // Hkv * -(-Sq // _BLOCK) * -(-Sk // _BLOCK) * -(-D // 64) <= _FEW_STEPS:
+        return True
     heads = B * Hkv
     rounds = -(-heads // processors)
     sums = min(heads, processors) * (Hq // Hkv) * Sq * D * 4
     added = sums * attended_keys(Sq, Sk, *sides) / _BLOCK
     return heads >= _LEAST_WORK * rounds * processors and added <= _MOST_BYTES
+
+
+def prefers_own_row_sums(
+    query: tuple[int, ...], key: tuple[int, ...], Dv: int, processors: int
+) -> bool:
+    """Whether row sums by the CTAs with whole heads are faster than by a kernel before them.
+
+    Args:
+        query: shape (B, Hq, Sq, D).
+        key: shape (B, Hkv, Sk, D).
+        Dv: features of values.
+        processors: multiprocessors of the device.
+    """
+    B, Hq, Sq, _ = query
+    heads = B * key[1]
+    rows = (Hq // key[1] * -(-heads // processors) - B * Hq / processors) * Sq
+    return rows * 2 * 2 * Dv <= _OWN_BYTES

@@ -11,12 +11,14 @@
 // consumer does not wait for the other while they are less than a step apart. The additions have no fixed
 // order, but with WHOLE_HEADS: without ADDS_DQ, backward_queries.cu computes dQ.
 //
-// With WHOLE_HEADS no other CTA needs or writes anything of a head, and this kernel is the only one: it begins
-// with the row sums of its heads, which `preprocess` computes for others, and ends with rows that are not
-// finite.
+// With WHOLE_HEADS no other CTA writes gradients of a head, and the consumers end with those rows that are not
+// finite. With SUMS_ROWS they begin with the row sums of their heads, in place of `preprocess`: then this kernel
+// is the only one.
 #include "query_gradients.cuh"
 #if WHOLE_HEADS
 #include "recomputed_rows.cuh"
+#endif
+#if SUMS_ROWS
 #include "row_sums.cuh"
 #endif
 
@@ -49,18 +51,6 @@ DEVICE KeyTile load_key_tile(const BackwardShared& sm, int slot) {
 
 #if WHOLE_HEADS
 typedef WholeQueryGradients Gradients;
-
-// Executed by all threads: what the products need of each row of this CTA's heads.
-DEVICE void write_own_row_sums(const BackwardParams& p) {
-  const int per_head = p.m_blocks * (BLOCK_M / WARP_ROWS);
-  for (int i = warp_uniform(threadIdx.x / 32);; i += 4 * (CONSUMERS + 1)) {
-    const int own = i / per_head, turn = own / p.group;
-    const int part = blockIdx.x + turn * gridDim.x, h = part * p.group + (own - turn * p.group);
-    if (part >= p.B * p.Hkv) break;
-    write_row_sums(p, h / p.Hq, h % p.Hq, (i - own * per_head) * WARP_ROWS);
-  }
-  fence_async_global();  // bulk copies read them
-}
 
 // Executed by all consumers, if a gradient of this CTA's heads is not finite.
 DEVICE void recompute_own_rows(const BackwardParams& p) {
@@ -350,7 +340,9 @@ DEVICE void produce(const BackwardParams& p, const BackwardShared& sm) {
       if (t.first < t.last) load_keys(p, sm, t, keys.stage);
       else mbar_arrive(full);
     }
-    if (!WHOLE_HEADS) wait_for_prior_grid();  // `preprocess` writes nothing read above
+    // nothing read above is a row sum
+    if (!SUMS_ROWS) wait_for_prior_grid();
+    else if (i == blockIdx.x * p.n_blocks) named_barrier_sync(Barrier::ROW_SUMS, 128 * CONSUMERS + 32);
     produce_queries(p, sm, t, leader, ring, bias);
     if (leader) i = next_tile(p, i);
     i = __shfl_sync(~0u, i, __ffs(__ballot_sync(~0u, leader)) - 1);
@@ -361,6 +353,22 @@ DEVICE void produce(const BackwardParams& p, const BackwardShared& sm) {
     mbar_arrive(barrier(sm.kv_full, keys.stage));
   }
 }
+
+#if SUMS_ROWS
+// Executed by all consumers: the row sums of this CTA's heads, with as many loads in flight as hide their latency.
+DEVICE void write_own_row_sums(const BackwardParams& p) {
+  constexpr int ROWS = 2048 / VALUE_DIM;
+  const int per_head = p.m_blocks * (BLOCK_M / ROWS);
+  for (int i = warp_uniform(threadIdx.x / 32) - 4;; i += 4 * CONSUMERS) {
+    const int own = i / per_head, turn = own / p.group;
+    const int part = blockIdx.x + turn * gridDim.x, h = part * p.group + (own - turn * p.group);
+    if (part >= p.B * p.Hkv) break;
+    write_row_sums<ROWS>(p, h / p.Hq, h % p.Hq, (i - own * per_head) * ROWS);
+  }
+  fence_async_global();  // bulk copies read them
+  named_barrier_arrive(Barrier::ROW_SUMS, 128 * CONSUMERS + 32);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     backward(const __grid_constant__ BackwardParams p) {
@@ -373,9 +381,6 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     if (WHOLE_HEADS) store_shared(sm.nonfinite, 0u);
     mbar_init_fence();
   }
-#if WHOLE_HEADS
-  write_own_row_sums(p);
-#endif
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
@@ -383,6 +388,9 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     if (threadIdx.x < 32) produce(p, sm);
   } else {
     register_alloc<240>();
+#if SUMS_ROWS
+    write_own_row_sums(p);
+#endif
     BackwardConsumer consumer(p, sm, warpgroup - 1);
     consumer.run();
   }

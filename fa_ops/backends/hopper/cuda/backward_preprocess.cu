@@ -13,9 +13,8 @@ extern "C" __global__ void __launch_bounds__(256) preprocess(const __grid_consta
   for (long long i = ((long long)blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < p.zeros;
        i += threads)
     ((float4*)p.sums)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  static_assert(8 * WARP_ROWS == 64, "a CTA's rows");
   const int b = blockIdx.x / p.Hq, h = blockIdx.x - b * p.Hq;
-  write_row_sums(p, b, h, blockIdx.y * 64 + threadIdx.x / 32 * WARP_ROWS);
+  write_row_sums<8>(p, b, h, blockIdx.y * 64 + threadIdx.x / 32 * 8);
 }
 #endif
 

@@ -14,6 +14,7 @@ template <int CONSUMERS> struct BackwardBarriers {
     CONSUMER_SYNC = 1,                  // of all consumers
     WARPGROUP = 2,                      // of each consumer's own 128 threads
     DS_STORED = WARPGROUP + CONSUMERS,  // dS of each consumer and buffer is in shared memory
+    ROW_SUMS = DS_STORED + 2 * CONSUMERS,  // row sums of the CTA's heads are in memory
     K_READ = CONSUMER_SYNC,             // backward_keys.cu: no product reads K any more
     V_READ = WARPGROUP + CONSUMERS,     // and none reads V
     GRAD_OUT_READ = CONSUMER_SYNC,      // backward_pair.cu: no product reads dO any more

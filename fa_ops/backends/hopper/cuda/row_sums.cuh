@@ -20,21 +20,26 @@ DEVICE float lse_of(float lse) {
 }
 
 constexpr int ROW_LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // each with eight features
-constexpr int WARP_ROWS = 8;
 
-// Executed by a warp: delta = rowsum(dO * O) - dlse, and the LSE with rows without keys at +inf, of WARP_ROWS
-// rows of a head from `first` on. The preprocess kernel of FlashAttention-2.
-DEVICE void write_row_sums(const BackwardParams& p, int b, int h, int first) {
-  constexpr int STEPS = WARP_ROWS * ROW_LANES / 32, STEP_ROWS = 32 / ROW_LANES;
-  const int lane = threadIdx.x & 31, feature = lane % ROW_LANES * 8, there = feature < p.Dv ? feature : 0;
+// Executed by a warp: delta = rowsum(dO * O) - dlse, and the LSE with rows without keys at +inf, of ROWS rows of
+// a head from `first` on. The preprocess kernel of FlashAttention-2. There is no branch around a load, so that
+// all are in flight at once; a lane loads and writes the numbers of one row.
+template <int ROWS> DEVICE void write_row_sums(const BackwardParams& p, int b, int h, int first) {
+  constexpr int STEP_ROWS = 32 / ROW_LANES, STEPS = ROWS / STEP_ROWS;
+  static_assert(STEPS <= ROW_LANES, "a lane for each row");
+  const int lane = threadIdx.x & 31, place = lane % ROW_LANES, feature = place * 8,
+            there = feature < p.Dv ? feature : 0;
   const long long head = b * p.Hq + h;
+  first += lane / ROW_LANES;
+  const int own = first + place * STEP_ROWS;
+  const long long at = head * p.Sq + min(own, p.Sq - 1);
+  const float lse = own < p.Sq ? p.saved_lse[at] : -INFINITE, grad_lse = p.grad_lse ? p.grad_lse[at] : 0.f;
   const Element* x = row_at(p.out, p.out_strides, b, h, 0) + there;
   const Element* y = row_at(p.tensors[GRAD_OUT], p.strides[GRAD_OUT], b, h, 0) + there;
-  first += lane / ROW_LANES;
   float sum[STEPS];  // for each row of these lanes
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
-    const int row = min(first + i * STEP_ROWS, p.Sq - 1);  // no branch: all loads are in flight at once
+    const int row = min(first + i * STEP_ROWS, p.Sq - 1);
     const float found = dot8(x + row * p.out_strides.s, y + row * p.strides[GRAD_OUT].s);
     sum[i] = feature < p.Dv ? found : 0.f;
 #if VALUE_DIM > 256
@@ -42,16 +47,15 @@ DEVICE void write_row_sums(const BackwardParams& p, int b, int h, int first) {
       sum[i] += dot8(x + row * p.out_strides.s + 256, y + row * p.strides[GRAD_OUT].s + 256);
 #endif
   }
+  float own_sum = 0.f;
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
-    const int row = first + i * STEP_ROWS;
 #pragma unroll
     for (int w = ROW_LANES / 2; w; w >>= 1) sum[i] += __shfl_xor_sync(~0u, sum[i], w);
-    if (feature == 0) {
-      const long long from = head * p.Sq + row, to = head * (p.m_blocks * BLOCK_M) + row;
-      const float lse = row < p.Sq ? p.saved_lse[from] : -INFINITE;
-      p.lse[to] = lse_of(lse);
-      p.delta[to] = lse == -INFINITE ? 0.f : sum[i] - (p.grad_lse ? p.grad_lse[from] : 0.f);
-    }
+    if (place == i) own_sum = sum[i];
   }
+  if (place >= STEPS) return;
+  const long long to = head * (p.m_blocks * BLOCK_M) + own;
+  p.lse[to] = lse_of(lse);
+  p.delta[to] = lse == -INFINITE ? 0.f : own_sum - grad_lse;
 }
