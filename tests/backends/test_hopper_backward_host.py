@@ -12,9 +12,6 @@ from fa_ops.backends.hopper import dense_backward, mask
 from fa_ops.backends.hopper.configs import group_parts
 from fa_ops.types import Spec
 
-PREPROCESS = dense_backward._PREPROCESS, dense_backward._CLIP
-LAYOUTS = dict(zip(("preprocess", "clip_ranges"), PREPROCESS))
-
 
 def of_params(products: bytes) -> dict[str, tuple]:
     """What a kernel reads; of a tensor map the address alone, with which the driver starts it."""
@@ -26,10 +23,10 @@ def of_params(products: bytes) -> dict[str, tuple]:
 
 
 def read(name, pointers):
-    if name not in LAYOUTS:
+    if name != "clip_ranges":
         return ctypes.string_at(pointers[0], dense_backward._PARAMS.size)
     found = {}
-    for i, field in enumerate(LAYOUTS[name].fields.values()):
+    for i, field in enumerate(dense_backward._CLIP.fields.values()):
         packed = ctypes.string_at(pointers[i], field.size)
         found[field.name] = struct.unpack("<" + field.format, packed)
     return found
@@ -61,22 +58,18 @@ def test_each_kernel_finds_its_tensors_and_sizes(driver, parts_of_heads, D, bloc
     g, q, k, v, out, lse = tensors(2, 4, 4, 200, 300, D)
     grads = dense_backward.backward(g, None, q, k, v, out, lse, Spec(is_causal=True))
     assert [x.stride() for x in grads[:3]] == [x.stride() for x in (q, k, v)]
-    grid, rows = driver.last("preprocess")
-    assert grid == (8, 4) and rows["rows"] == (256,)
-    assert (rows["out"], rows["grad_out"], rows["lse"], rows["grad_lse"]) == (
-        (out.data_ptr(),), (g.data_ptr(),), (lse.data_ptr(),), (0,),
-    )  # fmt: skip
-    assert rows["out_strides"] == out.stride()[:3] and rows["grad_strides"] == g.stride()[:3]
-    assert (rows["Hq"], rows["Sq"], rows["Dv"]) == ((4,), (200,), (D,))
-    assert rows["zeros"] == (8 * 256 * D // 4,)
-    grid, products = driver.last("backward")
-    assert grid == (4, 1)  # persistent, of 3 blocks of keys for each of 8 heads
+    (grid, rows), (ctas, products) = map(driver.last, ("preprocess", "backward"))
+    assert grid == (8, 4) and rows == products
+    assert ctas == (4, 1)  # persistent, of 3 blocks of keys for each of 8 heads
     found, all_tensors = of_params(products), (q, k, v, g, *grads[:3])
     maps = [found[name][0] for name in ("q", "k", "v", "grad_out", "dq", "dk", "dv")]
     assert maps == [x.data_ptr() for x in all_tensors] == list(found["tensors"])
     assert found["strides"] == tuple(n for x in all_tensors for n in x.stride()[:3])
-    assert (found["lse"], found["delta"]) == (rows["lse_log2"], rows["delta"])
-    assert (found["sums"], found["counter"]) == (rows["sums"], rows["counter"])
+    assert (found["out"], found["saved_lse"]) == ((out.data_ptr(),), (lse.data_ptr(),))
+    assert found["grad_lse"] == (0,) and found["out_strides"] == out.stride()[:3]
+    rows = 4 * 8 * 256
+    assert found["sums"][0] - found["delta"][0] == found["delta"][0] - found["lse"][0] == rows
+    assert found["zeros"] == (8 * 256 * D // 4,)
     assert found["key_sums"][0] - found["sums"][0] == 8 * 256 * D * 4
     assert found["counter"] == found["key_sums"]  # groups are whole
     assert found["nonfinite"][0] == found["counter"][0] + 4
@@ -119,8 +112,7 @@ def test_a_group_in_parts_has_sums_of_keys(driver, D, deterministic):
     assert found["counter"][0] - found["key_sums"][0] == sums
     query_sums = 12 * 256 * D * 4 if adds else 0
     assert found["key_sums"][0] - found["sums"][0] == query_sums
-    _, rows = driver.last("preprocess")
-    assert rows["zeros"] == ((query_sums + sums) // 16 if adds else 0,)
+    assert found["zeros"] == ((query_sums + sums) // 16 if adds else 0,)
     grid, _ = driver.last("postprocess")
     assert grid == (2 * 2 * blocks + (12 * 4 if adds else 0), 1)
 

@@ -107,8 +107,8 @@ def test_the_dense_kernels_find_one_long_sequence(noted):
     grad_out, grad_lse = torch.zeros_like(out), torch.zeros_like(lse)
     torch.autograd.grad((out, lse), (q, k, v), (grad_out, grad_lse))
     forward, backward = (noted.last(name)[1] for name in ("forward", "backward"))
-    rows = noted.last("preprocess")[1]
-    assert rows["grad_lse"] == (grad_lse.data_ptr(),) and rows["lse"] == (lse.data_ptr(),)
+    rows = host.of_params(noted.last("preprocess")[1])
+    assert (rows["grad_lse"], rows["saved_lse"]) == ((grad_lse.data_ptr(),), (lse.data_ptr(),))
     spec = Spec(key_ranges=torch.zeros(1, 1, TOKENS, 2, dtype=torch.int32))
     dense = [t.detach().transpose(0, 1)[None] for t in (q, k, v, grad_out, out)]
     dense_forward.forward(*dense[:3], spec)
@@ -145,7 +145,8 @@ def test_dropout_and_sinks(noted):
         seed = seeds["seed"]
         *grads, dsinks = torch.autograd.grad(out, (q, k, v, sinks), torch.zeros_like(out))
         assert noted.last("row_seeds")[1]["seed"] == seed
-        assert noted.last("preprocess")[1]["lse"] == (lse.data_ptr(),) and dsinks.shape == (4,)
+        rows = host.of_params(noted.last("preprocess")[1])
+        assert rows["saved_lse"] == (lse.data_ptr(),) and dsinks.shape == (4,)
     assert modules() == [packed.__name__, packed_backward.__name__]
 
 

@@ -5,7 +5,7 @@ import torch
 
 from fa_ops.backends.hopper import configs, dense_backward
 from fa_ops.backends.hopper.problem import UNBOUNDED
-from fa_ops.backends.hopper.whole_heads import prefers_whole_heads
+from fa_ops.backends.hopper.whole_heads import prefers_own_row_sums, prefers_whole_heads
 from fa_ops.types import Spec
 from tests.backends.test_hopper_backward_host import driver, of_params, tensors  # noqa: F401
 
@@ -35,6 +35,11 @@ FULL, CAUSAL, WINDOW = (UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0), (100, UNBOUNDED)
         ((32, 32, 32), (512, 300), 64, WINDOW, True),
         ((32, 32, 32), (512, 300), 64, CAUSAL, False),  # rows without keys
         ((32, 32, 32), (300, 512), 64, CAUSAL, True),
+        # few steps
+        ((1, 8, 8), (256, 256), 64, FULL, True),
+        ((1, 8, 8), (257, 256), 64, FULL, False),
+        ((1, 8, 2), (128, 100), 64, FULL, True),
+        ((1, 8, 8), (256, 130), 128, FULL, False),
     ],
 )
 def test_the_rule(heads, lengths, D, sides, whole):
@@ -56,9 +61,26 @@ def test_head_dims(D, whole, deterministic):
     assert config.shared_bytes <= configs.SHARED_LIMIT
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("D, block", [(64, 128), (128, 64)])
-def test_a_call(driver, D, block, deterministic):  # noqa: F811
+@pytest.mark.parametrize(
+    "heads, Sq, alone",
+    [
+        ((1, 8, 8), 64, True),
+        ((32, 32, 32), 512, True),  # all multiprocessors have as much to read
+        ((2, 16, 16), 1024, True),
+        ((2, 16, 16), 4096, False),  # a quarter of them have
+        ((2, 16, 4), 1024, False),
+    ],
+)
+def test_who_sums_rows(heads, Sq, alone):
+    B, Hq, Hkv = heads
+    assert prefers_own_row_sums((B, Hq, Sq, 64), (B, Hkv, 77, 64), 64, 132) == alone
+
+
+@pytest.mark.parametrize("deterministic, alone", [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_call(driver, D, deterministic, alone, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(dense_backward, "prefers_own_row_sums", lambda *args: alone)
+    dense_backward._plan.cache_clear()
     g, q, k, v, out, lse = tensors(4, 4, 2, 200, 300, D)
     spec = Spec(is_causal=True, deterministic=deterministic)
     dense_backward.backward(g, None, q, k, v, out, lse, spec)
@@ -67,10 +89,11 @@ def test_a_call(driver, D, block, deterministic):  # noqa: F811
     assert grid == (4, 1)  # of 8 heads of keys on 4 processors
     assert (found["parts"], found["part_heads"]) == ((1,), (2,))
     # sums of the two query heads of each CTA, which need not be cleared
-    assert found["key_sums"][0] - found["sums"][0] == 4 * 2 * 256 * D * 4
-    grid, rows = driver.last("preprocess")
-    assert grid == (16, 4) and rows["zeros"] == (0,)
-    assert driver.last("postprocess")[0] == (4, 1)  # computes rows that are not finite again
+    assert found["counter"][0] - found["sums"][0] == 4 * 2 * 256 * D * 4
+    assert found["zeros"] == (0,)
+    assert [one.name for one in driver.launched] == ["preprocess"] * (not alone) + ["backward"]
+    assert alone or driver.last("preprocess") == ((16, 4), products)
+    dense_backward._plan.cache_clear()
 
 
 @pytest.mark.parametrize(

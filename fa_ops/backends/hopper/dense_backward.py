@@ -50,7 +50,7 @@ from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Spec
 
 # maps and addresses; scalars and strides; a mask's bits, dropout, a bias
 _PARAMS = struct_layout("backward_params.cuh", "BackwardParams")
-_ADDRESSES, _SCALARS = _PARAMS.packer("q", "nonfinite"), _PARAMS.packer("B", "strides")
+_ADDRESSES, _SCALARS = _PARAMS.packer("q", "nonfinite"), _PARAMS.packer("B", "zeros")
 _BITS, _BITS_AT = _PARAMS.packer("by_key", "mask_block"), _PARAMS.fields["by_key"].offset
 _NO_BITS = (0,) * 5
 _DROPOUT_AT, _BIAS_AT = (_PARAMS.fields[name].offset for name in ("dropout", "bias"))
