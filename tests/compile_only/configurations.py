@@ -153,9 +153,10 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
         split = FEATURES[word] | {"split": True}  # few key heads: groups of query heads are cut
         config = configs.backward_config(D, Dv, differs_by_row=word == "ranges")
         yield one(f"{word} split", config, split)
-    whole = configs.backward_config(D, Dv, whole_heads=True)
-    for word in ("full", "causal") if whole.whole_heads else ():
-        yield one(f"{word} short", whole, FEATURES[word])
+    for kind, sums_rows in (("short", False), ("alone", True)):
+        whole = configs.backward_config(D, Dv, whole_heads=True, sums_rows=sums_rows)
+        for word in ("full", "causal") if whole.whole_heads else ():
+            yield one(f"{word} {kind}", whole, FEATURES[word])
     paired = configs.backward_config(D, Dv, prefers_pairs=True)
     if paired.is_paired:
         for word in ("full", "causal", "ranges", "lengths", "alibi"):

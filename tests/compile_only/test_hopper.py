@@ -268,6 +268,7 @@ def test_consumers_share_the_gradients_of_queries(
     assert not configs.backward_config(head_dim, head_dim, deterministic=True).alternates
 
 
+@pytest.mark.parametrize("sums_rows", [False, True])
 @pytest.mark.parametrize(
     "head_dim, features",
     [
@@ -278,8 +279,8 @@ def test_consumers_share_the_gradients_of_queries(
     ],
     ids=str,
 )
-def test_backward_for_whole_heads(head_dim, features, tmp_path):
-    assert_one_pass(head_dim, features, tmp_path, whole_heads=True)
+def test_backward_for_whole_heads(head_dim, features, sums_rows, tmp_path):
+    assert_one_pass(head_dim, features, tmp_path, whole_heads=True, sums_rows=sums_rows)
 
 
 def test_backward_with_ranges_has_one_slot_for_keys(tmp_path):
@@ -361,6 +362,7 @@ def assert_notes(sass, config, features):
     gradients = (config.head_features + config.value_features) // 2
     if config.whole_heads:  # dQ too, after each of its products
         gradients += (1 + config.key_slots) * config.block_m * config.sum_features // 256
+        gradients += 2 * 8  # of a row that is computed again, before that and between keys
     assert found["backward"] == (0 if features.get("SPLITS_GROUP") else gradients)
     assert found.get("backward_queries", config.head_features // 2) == config.head_features // 2
 
