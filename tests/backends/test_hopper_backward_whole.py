@@ -1,5 +1,4 @@
-"""The backward kernel with whole heads, alone and after `preprocess`, and with two slots for keys, run
-on the CPU."""
+"""The backward kernel with whole heads, and with two slots for keys, run on the CPU."""
 
 import ctypes
 import dataclasses
@@ -17,8 +16,9 @@ CALL = r"""
 #include "backward.cu"
 static BackwardParams params;
 static void body_of_thread() { backward(params); }
-extern "C" const char* run(u16** data, const int* sizes, const float** rows, float* lse, float* delta,
-                           float* sums, float* key_sums, u32* notes, const int* lens) {
+extern "C" const char* run(u16** data, const int* sizes, const float** rows, float* lse,
+                           float* delta, float* sums, float* key_sums, u32* notes,
+                           const int* lens) {
   BackwardParams& p = params;
   const int B = sizes[0], Hq = sizes[1], Hkv = sizes[2], Sq = sizes[3], Sk = sizes[4], D = sizes[5];
   const int ctas = sizes[6], seed = sizes[7];
@@ -72,9 +72,7 @@ def kernels(tmp_path_factory):
     return compile
 
 
-def assert_right(
-    kernel, sizes, seed, left=FAR, right=FAR, lens=None, parts=1, ctas=2, broken=None
-):
+def assert_right(kernel, sizes, seed, left=FAR, right=FAR, lens=None, parts=1, ctas=2, broken=None):
     """Compare gradients with those of attention written by hand; sizes: B, Hq, Hkv, Sq, Sk.
 
     Two seeds of four have gradients of the log-sum-exps too. Of a `broken` query, q and the results

@@ -11,8 +11,9 @@ The last runs every eighth call from number 3 on: eight processes compile Triton
 `broken` makes calls whose lengths, borders, pages and ranges lie outside the tensors. `forward`
 runs forward and decoding kernels only, on inputs without uninitialised memory, such as unused parts
 of a cache. `quantized` makes calls with 8-bit products, `quantized_packed` of packed sequences, and
-`tiles` calls with masks whose `mask_blocks` hold their tiles, or any numbers. Prints the number of
-calls; results are checked by other tests.
+`tiles` calls with masks whose `mask_blocks` hold their tiles, or any numbers. `whole_heads` runs
+backward passes in which a CTA has all keys of a head. Prints the number of calls; results are
+checked by other tests.
 """
 
 import contextlib
@@ -21,11 +22,12 @@ import itertools
 import random
 import sys
 from types import ModuleType
+from unittest import mock
 
 import torch
 
 import fa_ops
-from fa_ops.backends.hopper import quantized_packed
+from fa_ops.backends.hopper import dense_backward, quantized_packed
 from fa_ops.cli.fuzz_cases import refusal
 from fa_ops.testing import PackedCase, draws, make_case, random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
@@ -66,7 +68,7 @@ def run(backend: str, first: int, step: int) -> int:
         calls += 1
     if not first:
         calls += run_jumps(module) + run_packed(module) + run_short(module) + run_paged(backend)
-        calls += run_pairs() + run_whole_heads() if backend == "hopper" else 0
+        calls += run_pairs() + run_whole_heads(backend, 0, 1) if backend == "hopper" else 0
     return calls + run_cached(module, first, step)
 
 
@@ -84,18 +86,25 @@ def run_pairs() -> int:
     return len(shapes)
 
 
-def run_whole_heads() -> int:
-    """Backward passes in which a CTA has all keys of a head; the second with one block of keys."""
+def run_whole_heads(backend: str, first: int, step: int) -> int:
+    """Backward passes in which a CTA has all keys of a head, in one kernel and with row sums by
+    another. The second shape has one block of keys; every second call has rows that are NaN."""
     causal, shapes = Spec(is_causal=True), ((4, 2, 200, 300), (3, 3, 90, 100), (2, 2, 300, 330))
-    for D, (Hq, Hkv, Sq, Sk) in itertools.product((64, 128), shapes):
+    every = [*itertools.product((True, False), (64, 128), shapes)]
+    for number in range(first, len(every), step):
+        alone, D, (Hq, Hkv, Sq, Sk) = every[number]
         q, k = (
             torch.randn(2, H, S, D, device="cuda", dtype=torch.bfloat16)
             for H, S in ((Hq, Sq), (Hkv, Sk))
         )
         out, lse = hopper_calls.forward(q, k, k, causal)
-        with few_processors(2):
-            hopper_calls.backward(torch.randn_like(out), None, q, k, k, out, lse, causal)
-    return 2 * len(shapes)
+        grads = torch.randn_like(out), torch.randn_like(lse)
+        if number % 2:
+            grads[0][0, 0, 70:73] = float("nan")
+        rule = mock.Mock(return_value=alone)
+        with mock.patch.object(dense_backward, "prefers_own_row_sums", rule), few_processors(2):
+            hopper_calls.backward(*grads, q, k, k, out, lse, causal)
+    return len(range(first, len(every), step))
 
 
 def run_jumps(module) -> int:
@@ -282,6 +291,7 @@ def call(case: draws.AnyCase, backend: str, backward: bool) -> None:
 
 MODES = {"": run, "broken": run_broken, "forward": run_forward, "quantized": run_quantized}
 MODES |= {"quantized_packed": run_packed_quantized, "tiles": run_tiles}
+MODES["whole_heads"] = run_whole_heads
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():

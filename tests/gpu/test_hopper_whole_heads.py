@@ -18,16 +18,21 @@ pytestmark = pytest.mark.skipif(
 DIMS = (64, 128, 40, 120)
 
 
-@pytest.fixture(autouse=True, params=[1, 4], ids="{} processors".format)
+@pytest.fixture(autouse=True, params=[(1, True), (4, True), (4, False)], ids=str)
 def taken(request, monkeypatch):
-    """Each answer of the rule, with so few multiprocessors that it prefers whole heads."""
+    """Each answer of the rule, with so few multiprocessors that it prefers whole heads.
+
+    Parameters are their number, and whether the products sum rows themselves.
+    """
+    processors, sums_rows = request.param
     answers, rule = [], dense_backward.prefers_whole_heads
+    monkeypatch.setattr(dense_backward, "prefers_own_row_sums", lambda *args: sums_rows)
     monkeypatch.setattr(
         dense_backward,
         "prefers_whole_heads",
         lambda *args: answers.append(rule(*args)) or answers[-1],
     )
-    with few_processors(request.param):
+    with few_processors(processors):
         yield answers
 
 
@@ -65,6 +70,22 @@ def test_lengths(changes, lengths, D, taken):
     check(case)
     check(dataclasses.replace(case, B=5, Hq=3, Hkv=3))
     assert any(taken) or (lengths[0] > lengths[1] and changes)
+
+
+@pytest.mark.parametrize("D", DIMS)
+@pytest.mark.parametrize(
+    "B, Hq, Hkv, Sq, Sk", [(1, 8, 8, 64, 64), (2, 8, 2, 60, 100), (3, 5, 5, 200, 256)]
+)
+def test_small_problems_on_many_processors(B, Hq, Hkv, Sq, Sk, D, taken):
+    with few_processors(132):
+        for is_causal in (False, True):
+            check(
+                Case(
+                    B=B, Hq=Hq, Hkv=Hkv, Sq=Sq, Sk=Sk, D=D, Dv=D, dtype=torch.float16,
+                    device="cuda", is_causal=is_causal, sinks=True,
+                )
+            )  # fmt: skip
+    assert D > 64 or all(taken)
 
 
 @pytest.mark.parametrize("D", DIMS)

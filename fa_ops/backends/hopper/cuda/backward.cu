@@ -11,9 +11,9 @@
 // consumer does not wait for the other while they are less than a step apart. The additions have no fixed
 // order, but with WHOLE_HEADS: without ADDS_DQ, backward_queries.cu computes dQ.
 //
-// With WHOLE_HEADS no other CTA writes gradients of a head, and the consumers end with those rows that are not
-// finite. With SUMS_ROWS they begin with the row sums of their heads, in place of `preprocess`: then this kernel
-// is the only one.
+// With WHOLE_HEADS no other CTA writes gradients of a head, and the consumers end with those rows that are
+// not finite. With SUMS_ROWS they begin with the row sums of their heads, in place of `preprocess`: then this
+// kernel is the only one.
 #include "query_gradients.cuh"
 #if WHOLE_HEADS
 #include "recomputed_rows.cuh"
@@ -355,7 +355,7 @@ DEVICE void produce(const BackwardParams& p, const BackwardShared& sm) {
 }
 
 #if SUMS_ROWS
-// Executed by all consumers: the row sums of this CTA's heads, with as many loads in flight as hide their latency.
+// Executed by all consumers: the row sums of this CTA's heads, with many loads in flight.
 DEVICE void write_own_row_sums(const BackwardParams& p) {
   constexpr int ROWS = 2048 / VALUE_DIM;
   const int per_head = p.m_blocks * (BLOCK_M / ROWS);

@@ -21,9 +21,9 @@ DEVICE float lse_of(float lse) {
 
 constexpr int ROW_LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // each with eight features
 
-// Executed by a warp: delta = rowsum(dO * O) - dlse, and the LSE with rows without keys at +inf, of ROWS rows of
-// a head from `first` on. The preprocess kernel of FlashAttention-2. There is no branch around a load, so that
-// all are in flight at once; a lane loads and writes the numbers of one row.
+// Executed by a warp: delta = rowsum(dO * O) - dlse, and the LSE with rows without keys at +inf, of ROWS rows
+// of a head from `first` on. The preprocess kernel of FlashAttention-2. There is no branch around a load, so
+// that all are in flight at once; a lane loads and writes the numbers of one row.
 template <int ROWS> DEVICE void write_row_sums(const BackwardParams& p, int b, int h, int first) {
   constexpr int STEP_ROWS = 32 / ROW_LANES, STEPS = ROWS / STEP_ROWS;
   static_assert(STEPS <= ROW_LANES, "a lane for each row");
