@@ -43,8 +43,10 @@ extern "C" const char* run(u16** data, const int* sizes, const float** rows, flo
   p.parts = sizes[10], p.part_heads = p.group / p.parts, p.section = B * Hkv * p.parts;
   p.D = p.Dv = D, p.scale = 0.125f, p.scale_log2 = 0.125f * LOG2E;
   gridDim.x = ctas;
-  for (int i = 0; i < ctas; i++)
+  for (int i = 0; i < ctas; i++) {
     if (const char* found = run_cluster(body_of_thread, i, seed + i)) return found;
+    if (WHOLE_HEADS) std::memcpy(notes + i, &memory[0][BackwardShared(SHARED_START).nonfinite], 4);
+  }
   return nullptr;
 }
 """
@@ -114,7 +116,7 @@ def assert_right(kernel, sizes, seed, left=FAR, right=FAR, lens=None, parts=1, c
     sums = torch.full((count * rows * D,), initial)
     key_sums = torch.zeros(B * Hkv * n_blocks * 128 * 2 * D)
     key_notes = 2 * B * Hkv * n_blocks * 8 * (parts == 1)
-    notes = torch.full((0 if whole else key_notes,), 7, dtype=torch.int32)
+    notes = torch.full((ctas if whole else key_notes,), 7, dtype=torch.int32)
     dq, dk, dv = grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     tensors = (ctypes.c_void_p * 8)(*(x.data_ptr() for x in (q, k, v, grad_out, *grads, out)))
     saved = (ctypes.c_void_p * 2)(lse.data_ptr(), grad_lse.data_ptr() if seed & 2 else None)
@@ -123,7 +125,7 @@ def assert_right(kernel, sizes, seed, left=FAR, right=FAR, lens=None, parts=1, c
     lens = None if lens is None else (ctypes.c_int * B)(*lens)
     error = library.run(tensors, numbers, saved, *pointers, lens)
     assert error is None, error.decode()
-    assert not notes.any()
+    assert notes.any() == (broken is not None)  # rows that are not finite are computed again
     if not whole:  # by block: half of the rows, four elements, warp, row, columns, second row
         x = sums.view(B * Hq * m_blocks, 2, D // 8, 4, 8, 4, 2, 2).permute(0, 1, 3, 6, 4, 2, 5, 7)
         dq = x.reshape(B, Hq, rows, D)[:, :, :Sq] * 0.125
@@ -182,6 +184,11 @@ def test_128_features(seed, kernels):
 def test_a_broken_query_reaches_what_attends_it_alone(D, slots, seed, kernels):
     kernel = kernels(D, True, slots, True, window=True)
     assert_right(kernel, (1, 2, 1, 150, 200), seed, right=0, broken=70)
+
+
+@pytest.mark.parametrize("seed", range(20, 26))
+def test_row_sums_are_waited_for(seed, kernels):
+    assert_right(kernels(64, True, 2, True), (1, 1, 1, 100, 60), seed, ctas=1)
 
 
 @pytest.mark.parametrize("D, slots", [(64, 2), (128, 1)])

@@ -54,6 +54,7 @@ typedef WholeQueryGradients Gradients;
 
 // Executed by all consumers, if a gradient of this CTA's heads is not finite.
 DEVICE void recompute_own_rows(const BackwardParams& p) {
+  if (!SUMS_ROWS) wait_for_prior_grid();
 #pragma unroll 1
   for (int part = blockIdx.x; part < p.B * p.Hkv; part += gridDim.x) {
     const int b = part / p.Hkv, h = part - b * p.Hkv;
