@@ -45,7 +45,8 @@ extern "C" const char* run(u16** data, const int* sizes, const float** rows, flo
   gridDim.x = ctas;
   for (int i = 0; i < ctas; i++) {
     if (const char* found = run_cluster(body_of_thread, i, seed + i)) return found;
-    if (WHOLE_HEADS) std::memcpy(notes + i, &memory[0][BackwardShared(SHARED_START).nonfinite], 4);
+    const BackwardShared at(SHARED_START);
+    if (WHOLE_HEADS) std::memcpy(notes + 8 * i, &memory[0][at.nonfinite], 32);
   }
   return nullptr;
 }
@@ -116,7 +117,7 @@ def assert_right(kernel, sizes, seed, left=FAR, right=FAR, lens=None, parts=1, c
     sums = torch.full((count * rows * D,), initial)
     key_sums = torch.zeros(B * Hkv * n_blocks * 128 * 2 * D)
     key_notes = 2 * B * Hkv * n_blocks * 8 * (parts == 1)
-    notes = torch.full((ctas if whole else key_notes,), 7, dtype=torch.int32)
+    notes = torch.full((8 * ctas if whole else key_notes,), 7, dtype=torch.int32)
     dq, dk, dv = grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     tensors = (ctypes.c_void_p * 8)(*(x.data_ptr() for x in (q, k, v, grad_out, *grads, out)))
     saved = (ctypes.c_void_p * 2)(lse.data_ptr(), grad_lse.data_ptr() if seed & 2 else None)

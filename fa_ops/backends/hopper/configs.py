@@ -282,7 +282,7 @@ class BackwardConfig(HeadDims):
         """Bytes of shared memory of the kernel `backward`."""
         dims = self.head_dim + self.value_dim
         keys = self.key_slots * (self.block_n // self.ctas_of_block * dims * 2 + _TILE_BYTES)
-        keys += (4 * 16 + 8) * self.whole_heads
+        keys += (4 * 16 + 32) * self.whole_heads  # targets, and what is not finite
         of_query, of_grad = (
             self.head_dim * 2 + 4 + (8 + 4) * (self.key_slots == 1),  # ranges and seeds of dropout
             self.value_dim * 2 // self.ctas_of_block + 4,

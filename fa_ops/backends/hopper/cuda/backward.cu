@@ -291,7 +291,8 @@ struct BackwardConsumer : Gradients {
     if (tid == 0) tma_store_wait();
 #if WHOLE_HEADS
     named_barrier_sync(Barrier::CONSUMER_SYNC, 128 * CONSUMERS);  // all gradients are written
-    if (load_shared<u32>(sm.nonfinite)) recompute_own_rows(p);
+    const int4 x = load_shared<int4>(sm.nonfinite), y = load_shared<int4>(sm.nonfinite + 16);
+    if (x.x | x.y | x.z | x.w | y.x | y.y | y.z | y.w) recompute_own_rows(p);
 #endif
   }
 
@@ -379,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   if (threadIdx.x == 0) {
     sm.init();
     for (int i = 0; i < KEY_SLOTS; i++) mbar_init(kv_empty(sm, i), 128 * CONSUMERS);
-    if (WHOLE_HEADS) store_shared(sm.nonfinite, 0u);
+    for (int i = 0; i < 32 * WHOLE_HEADS; i += 16) store_shared(sm.nonfinite + i, make_int4(0, 0, 0, 0));
     mbar_init_fence();
   }
   __syncthreads();

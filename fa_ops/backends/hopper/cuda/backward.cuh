@@ -32,7 +32,7 @@ struct BackwardShared {
   u32 exchange;  // between consumers
   u32 bias, lse, delta, ranges, row_seeds;
   u32 tile;  // that the producer has scheduled, for each slot of keys
-  u32 targets, nonfinite;  // with WHOLE_HEADS; whether some gradient is not finite
+  u32 targets, nonfinite;  // with WHOLE_HEADS; whether some gradient of each warp is not finite
   u32 kv_full, q_full, q_empty, do_full, do_empty;
   u32 extra;  // barriers of one kernel alone
   u32 bias_full, bias_empty, end;
@@ -51,7 +51,7 @@ struct BackwardShared {
         tile(row_seeds + STAGES * SEED_BYTES),
         targets(tile + 32 * KEY_SLOTS),
         nonfinite(targets + 4 * 16 * WHOLE_HEADS),
-        kv_full(nonfinite + 8 * WHOLE_HEADS),
+        kv_full(nonfinite + 32 * WHOLE_HEADS),
         q_full(kv_full + 8 * KEY_SLOTS),
         q_empty(q_full + 8 * STAGES),
         do_full(q_empty + 8 * STAGES),
@@ -192,12 +192,12 @@ DEVICE float score_gradient(float weight, float dp, float delta) {
 #endif
 }
 
-// Where a warp notes that some of its rows are not finite: with WHOLE_HEADS a word of shared memory for all
-// rows, else words of `nonfinite` for each warp.
+// Where each warp notes whether some of its rows are not finite: with WHOLE_HEADS once for all rows, in
+// shared memory, else in `nonfinite`.
 #if WHOLE_HEADS
 typedef u32 Note;
 DEVICE void note_rows(Note note, bool is_nonfinite) {
-  if (is_nonfinite) store_shared(note, 1u);
+  if (is_nonfinite && (threadIdx.x & 31) == 0) store_shared(note + (threadIdx.x >> 5 & 7) * 4, 1u);
 }
 #else
 typedef u32* Note;
