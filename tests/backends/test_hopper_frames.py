@@ -141,8 +141,8 @@ def test_a_repeated_backward_pass_enters_few_functions(autocast):
         out = attention(requires_grad=True)()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             frames = counted(partial(out.backward, torch.zeros_like(out)))
-    limit = 21 if autocast else 19
-    assert 15 < frames.count <= limit and len(frames.files) <= 5, frames.entered
+    limit = 15 if autocast else 13  # a single launch
+    assert 10 < frames.count <= limit and len(frames.files) <= 5, frames.entered
 
 
 def test_a_first_forward_enters_few_functions():
