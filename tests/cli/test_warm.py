@@ -76,7 +76,7 @@ def test_kernels_with_8_bit_products_are_compiled_on_request(folder, nvrtc, monk
 
 def test_variants_are_distinct():
     variants = list(warm.variants())
-    assert len(variants) == 2 * (4 * (4 + 3 + 3 + 6) + 6 + 3 + 4)
+    assert len(variants) == 2 * (4 * (4 + 3 + 3 + 6) + 6 + 3 + 8)
     names = {(kind, *entries, *sorted(defines.items())) for kind, entries, defines in variants}
     assert len(names) == len(variants)
 
