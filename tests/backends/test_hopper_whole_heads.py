@@ -36,9 +36,13 @@ FULL, CAUSAL, WINDOW = (UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0), (100, UNBOUNDED)
         ((32, 32, 32), (512, 300), 64, CAUSAL, False),  # rows without keys
         ((32, 32, 32), (300, 512), 64, CAUSAL, True),
         # few steps
-        ((1, 8, 8), (256, 256), 64, FULL, True),
-        ((1, 8, 8), (257, 256), 64, FULL, False),
-        ((1, 8, 2), (128, 100), 64, FULL, True),
+        ((1, 8, 8), (256, 128), 64, FULL, True),
+        ((1, 8, 8), (128, 256), 64, FULL, True),
+        ((1, 8, 8), (256, 256), 64, FULL, False),
+        ((8, 12, 12), (197, 197), 64, FULL, True),  # 96 heads
+        ((4, 12, 12), (197, 197), 64, FULL, False),
+        ((1, 8, 4), (128, 100), 64, FULL, True),
+        ((1, 8, 2), (128, 100), 64, FULL, False),
         ((1, 8, 8), (256, 130), 128, FULL, False),
     ],
 )
