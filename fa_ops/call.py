@@ -242,11 +242,16 @@ class Call(NamedTuple):
 
     def without_new(self) -> Call:
         """The call that remains once the new keys and values are in the cache."""
-        spec, cache = self.spec, self.cache
-        if cache.key is not None:
-            spec = spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])
+        spec, new = self.spec, self.cache.key
+        if new is not None:
+            spec = spec._replace(kv_lens=spec.kv_lens + new.shape[2])
+        return self.read_only()._replace(spec=spec)
+
+    def read_only(self) -> Call:
+        """The call that attends the same cache, writes nothing and has the same lengths."""
+        cache = self.cache
         rest = cache._replace(key=None, value=None, rotary_cos=None, rotary_sin=None)
-        return self._replace(kind=CACHED, spec=spec, cache=rest)
+        return self._replace(kind=CACHED, cache=rest)
 
 
 # Forward: run(query, key, value, tensors, with_lse) -> (out, lse), lse may be None if not with_lse.
@@ -277,6 +282,33 @@ def decoding(plan: Plan) -> Plan:
         )
 
     return Plan(plan.kernel, prepare)
+
+
+def append_then_attend(writer: Plan, attend: Plan, name: str = "") -> Plan:
+    """The plan that writes the new keys of cached calls and rotates their queries, then attends.
+
+    `name`: of the attending backend, if it is another one than that which writes.
+    """
+
+    def prepare(call: Call) -> Run:
+        write, rest = writer.prepare(call), call.read_only()
+        if call.cache.rotary_cos is not None:  # rotated queries are a tensor of their own
+            rest = rest._replace(query=rest.query.new_empty(rest.query.shape))
+        run = attend.prepare(rest)
+
+        def write_and_attend(q, k, v, tensors, with_lse=True):
+            q, kv_lens = write(q, k, v, tensors)
+            t = tensors
+            left = CacheTensors(
+                kv_lens, t.page_table, t.key_ranges, t.alibi_slopes, t.sinks, None, None, t.k_scale,
+                t.v_scale, None, None, t.unified_max,
+            )  # fmt: skip
+            return run(q, k, v, left, with_lse)
+
+        return write_and_attend
+
+    kernels = f"{writer.kernel}, then {attend.kernel}"
+    return Plan(f"{kernels} of {name}" if name else kernels, prepare)
 
 
 _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView

@@ -36,6 +36,7 @@ from fa_ops.call import (
     Run,
     Saved,
     Tensors,
+    append_then_attend,
 )
 from fa_ops.geometry import rows_are_aligned
 from fa_ops.types import NO_TENSORS, TOKEN_SCALES, bounded, scales_of
@@ -219,35 +220,12 @@ def plan_for(call: Call) -> Plan:
         return empty_calls.plan(call)
     backend = dispatch.choose(call)
     if call.kind == CACHED and call.writes_cache:
-        reader = dispatch.choose(call.without_new())
-        append = call._replace(kind=APPEND)
-        if reader is not backend and backend.supports(append) is None:
+        append, rest = call._replace(kind=APPEND), call.read_only()
+        reader = backend if backend.supports(append) else dispatch.choose(rest)
+        if reader is not backend:
             name = reader.__name__.rpartition(".")[2]
-            return _append_then_attend(backend.plan(append), plan_for(call.without_new()), name)
+            return append_then_attend(backend.plan(append), plan_for(rest), name)
     return backend.plan(call)
-
-
-def _append_then_attend(writer: Plan, attend: Plan, name: str) -> Plan:
-    """The plan in which one backend writes the new keys and another, of that name, attends."""
-
-    def prepare(call: Call) -> Run:
-        write, rest = writer.prepare(call), call.without_new()
-        if call.cache.rotary_cos is not None:  # rotated queries are a tensor of their own
-            rest = rest._replace(query=rest.query.new_empty(rest.query.shape))
-        run = attend.prepare(rest)
-
-        def write_and_attend(q, k, v, tensors, with_lse=True):
-            q, kv_lens = write(q, k, v, tensors)
-            t = tensors
-            left = CacheTensors(
-                kv_lens, t.page_table, t.key_ranges, t.alibi_slopes, t.sinks, None, None, t.k_scale,
-                t.v_scale, None, None, t.unified_max,
-            )  # fmt: skip
-            return run(q, k, v, left, with_lse)
-
-        return write_and_attend
-
-    return Plan(f"{writer.kernel}, then {attend.kernel} of {name}", prepare)
 
 
 def _family_of(key: tuple, call: Call) -> tuple:

@@ -3,8 +3,9 @@
 `plan` picks one of these modules for a call: `dense_forward` and `dense_backward` (kernels in
 `cuda/forward.cu` and `cuda/backward.cu`), `packed`, `prefill` and `paged`, which run packed
 sequences, many queries of a cache and packed queries over pages on the same kernels, `decode` for
-few queries against a long cache, and `mla` for a latent cache, which share `split_kv`, and
-`quantized` for 8-bit products, of tensors from `quantize` or `scaled`. Tiles are in `configs`;
+few queries against a long cache, and `mla` for a latent cache, which share `split_kv`, `append` for
+what a cached call writes before it attends, and `quantized` for 8-bit products, of tensors from
+`quantize` or `scaled`. Tiles are in `configs`;
 `launch` loads and launches kernels.
 """
 
@@ -31,6 +32,7 @@ from fa_ops.call import (
     QUANTIZED_PACKED,
     Call,
     Plan,
+    append_then_attend,
     decoding,
 )
 from fa_ops.geometry import is_decoding, queries_of_kv_head
@@ -78,13 +80,13 @@ def supports(call: Call) -> str | None:
     """Why the backend cannot run the call, or None."""
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.kind == APPEND:
-        return f"does not write to caches; {_ALTERNATIVE}"
+        return "appends and attends in one call"
     if call.kind == QUANTIZED_PACKED:
         return _packed_quantized_error(call)
     if call.kind == QUANTIZED:
         return _quantized_error(q, k, v, call.quantization, spec)
     if call.kind == CACHED:
-        return cache_error(q, k, v, call.cache, spec)
+        return _cached_error(call)
     if call.kind == PAGED:
         return _paged_error(call)
     if call.kind == MASK_BLOCKS:
@@ -118,7 +120,8 @@ def _plan(call: Call) -> Plan:
     if call.saved is not None:
         return _backward_plan(call.kind)
     if call.kind == CACHED:
-        return _plan_of(_cache_module(q, k, v, call.cache))
+        attend = _plan_of(_cache_module(q, k, v, call.cache))
+        return _appending(attend) if call.writes_cache else attend
     if call.kind == PACKED:
         from fa_ops.backends.hopper import packed
 
@@ -129,6 +132,12 @@ def _plan(call: Call) -> Plan:
     from fa_ops.backends.hopper import dense_forward
 
     return Plan("forward", dense_forward.prepare)
+
+
+def _appending(attend: Plan) -> Plan:
+    from fa_ops.backends.hopper import append
+
+    return append_then_attend(Plan("append", append.prepare), attend)
 
 
 def _backward_plan(kind: str) -> Plan:
@@ -243,6 +252,18 @@ def _wide_error(spec: Spec) -> str | None:
         if is_given:
             return f"has no {name} for head dims over {MAX_NARROW_DIM}"
     return None
+
+
+def _cached_error(call: Call) -> str | None:
+    """Why the backend cannot write to such a cache, or attend it, or None."""
+    rest = call.read_only()
+    reason = cache_error(rest.query, rest.key, rest.value, rest.cache, rest.spec)
+    if reason or not call.writes_cache:
+        return reason
+    from fa_ops.backends.hopper import append
+
+    reason = append.support_error(call)
+    return reason and f"{reason}; {_ALTERNATIVE}"
 
 
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:

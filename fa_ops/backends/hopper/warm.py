@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fa_ops.backends.hopper import (
+    append,
     compiler,
     decode,
     dense_backward,
@@ -52,8 +53,10 @@ def variants(
     """The kernels of calls without dense masks, dropout, softcap, ALiBi and sinks.
 
     These are forward, backward, causal prefill of a cache, decoding with up to 8 queries of a KV
-    head, and decoding over a latent cache.
+    head, decoding over a latent cache, and what writes new keys to a cache.
     """
+    for dtype in dtypes:
+        yield from _appends(dtype, dtype)
     for D, dtype in itertools.product(head_dims, dtypes):
         yield from _forwards(D, dtype)
         for page in _PAGES:
@@ -71,6 +74,12 @@ def variants(
         config = mla_config(page)
         defines = mla.kernel_defines(config, dtype, paged=page > 0)
         yield Variant("mla", _names(split_kv.entries_of("mla", config)), defines)
+
+
+def _appends(dtype: torch.dtype, cached: torch.dtype) -> Iterator[Variant]:
+    """Without rotation, and with tables in float32 and in the dtype of the query."""
+    for angles in (None, torch.float32, dtype):
+        yield Variant("append", ("append",), append.kernel_defines(dtype, cached, angles))
 
 
 def _backwards(D: int) -> Iterator[tuple[BackwardConfig, tuple[tuple[str, bool], ...]]]:
@@ -103,6 +112,7 @@ def eight_bit_variants(
     """
     for dtype in dtypes:
         yield Variant("dequantize", ("dequantize",), dequantize.kernel_defines(dtype))
+        yield from _appends(dtype, dequantize.E4M3)
     for D, dtype, page in itertools.product(head_dims, dtypes, _PAGES):
         for scales in (NO_SCALES, ROW_SCALES, PAGE_SCALES)[: 3 if page else 2]:
             config = decode_config(D, D, 8, page, is_e4m3=True, scales=scales)

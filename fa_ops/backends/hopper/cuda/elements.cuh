@@ -9,7 +9,7 @@ struct Strides {
   long long b, h, s;
 };
 
-template <class T> DEVICE const T* row_at(const T* x, const Strides& strides, int b, int h, int s) {
+template <class T> DEVICE T* row_at(T* x, const Strides& strides, int b, int h, int s) {
   return x + b * strides.b + h * strides.h + s * strides.s;
 }
 
