@@ -30,7 +30,6 @@ from fa_ops.call import (
     PAGED,
     QUANTIZED,
     QUANTIZED_PACKED,
-    CacheTensors,
     Call,
     Plan,
     Run,

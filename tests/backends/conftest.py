@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fa_ops.backends.hopper import (
+    append,
     compiler,
     decode,
     dense_backward,
@@ -31,7 +32,7 @@ from fa_ops.backends.hopper import (
 
 HOSTS = (launch, decode, mla, dense_forward, dense_backward, packed, split_kv, quantize)
 HOSTS += quantized, scaled, forward_combine, dequantize, quantized_packed, scaled_packed
-HOSTS += (packed_backward,)
+HOSTS += packed_backward, append
 
 
 class Launched(NamedTuple):

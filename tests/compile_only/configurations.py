@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fa_ops.backends.hopper import (
+    append,
     compiler,
     configs,
     decode,
@@ -33,6 +34,7 @@ from fa_ops.backends.hopper import (
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 DIMS += ((40, 40), (96, 96), (112, 112), (160, 160))
+E4M3 = torch.float8_e4m3fn
 PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
 CAUSAL = {"window": True}
 # Features of dense calls, as `kernel_defines` has them; a backward pass has no sinks.
@@ -79,6 +81,7 @@ def configurations() -> Iterator[Configuration]:
     for kind, entries in BEFORE.items():
         yield Configuration(f"{kind} words", kind, entries, {})
     for word, dtype in DTYPES.items():
+        yield from _append(word, dtype)
         for D, Dv in DIMS:
             yield from _forward(f"forward D{D}/{Dv} {word}", D, Dv, dtype)
             yield from _backward(f"backward D{D}/{Dv} {word}", D, Dv, dtype)
@@ -95,6 +98,14 @@ def configurations() -> Iterator[Configuration]:
             yield Configuration(
                 f"mla page{page} {word}", "mla", _names(split_kv.entries_of("mla", config)), defines
             )
+
+
+def _append(word: str, dtype: torch.dtype) -> Iterator[Configuration]:
+    rotations = {"": None, " rotary32": torch.float32, " rotary16": dtype}
+    for cached, (rotation, angles) in itertools.product((dtype, E4M3), rotations.items()):
+        name = f"append {word}{rotation}{' e4m3' if cached == E4M3 else ''}"
+        defines = append.kernel_defines(dtype, cached, angles)
+        yield Configuration(name, "append", ("append",), defines)
 
 
 def _wide(name: str, D: int, dtype: torch.dtype) -> Iterator[Configuration]:

@@ -123,6 +123,17 @@ def test_pages_that_do_not_exist_are_not_touched(page_size):
         assert int(appended.any(-1).any(-1).sum()) == 1  # row 0's token alone
 
 
+@pytest.mark.parametrize("new", [0, 2])
+def test_queries_are_rotated_at_positions_inside_the_cache(new):
+    case = CacheCase(B=3, S=40, Sq=3, lens=(40 - new, 5, 0), new=new, rotary=8)
+    q, k, v, cache, spec = case.fresh()
+    expected = decode.prepare_cache(q, k, v, cache, spec.kv_lens, 40)
+    lens = torch.tensor([2**31 - 1, 5, -9], dtype=torch.int32)
+    found = decode.prepare_cache(q, k, v, cache, lens, 40)
+    assert torch.equal(found[:2], expected[:2])
+    assert torch.equal(found[2], reference.rotate(q[2].double(), cache, torch.zeros(3).long()))
+
+
 def test_lengths_beyond_the_cache_are_clamped():
     q, k, v, cache, spec = CacheCase(S=40, lens=(40, 40)).fresh()
     expected = decode.cache_forward(q, k, v, cache, spec)

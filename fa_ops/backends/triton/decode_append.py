@@ -45,7 +45,7 @@ def append_kernel(
         b = pid // Hkv // tokens
         held = tl.load(kv_lens + b)
         if ends is not None:
-            tl.store(ends + b, tl.minimum(held, capacity) + tokens, mask=h + n == 0)
+            tl.store(ends + b, length_with_new(held, tokens, capacity), mask=h + n == 0)
         position = held + n
         fits = (position >= 0) & (position < capacity)
         if PAGE > 0:
@@ -79,9 +79,15 @@ def append_kernel(
         write_row(
             q + batch * q_stride_b + head * q_stride_h + i * q_stride_s,
             rotated + index.to(tl.int64) * D, True, None, 0,
-            tl.load(kv_lens + batch) + tokens + i - Sq, positions, cos, sin, D, BLOCK, R,
-            INTERLEAVED,
+            length_with_new(tl.load(kv_lens + batch), tokens, capacity) + i - Sq, positions, cos,
+            sin, D, BLOCK, R, INTERLEAVED,
         )  # fmt: skip
+
+
+@triton.jit
+def length_with_new(held, tokens, capacity):
+    """The keys of a row that held some before, clamped to the cache's capacity."""
+    return tl.maximum(tl.minimum(tl.minimum(held, capacity) + tokens, capacity), 0)
 
 
 @triton.jit

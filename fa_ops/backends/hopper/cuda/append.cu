@@ -21,21 +21,22 @@ typedef Element Angle;
 
 // fa_ops/backends/hopper/kernel_params.py reads this declaration.
 struct AppendParams {
-  const Element* q;             // or null, where nothing is rotated
-  Element* rotated;             // (B, Hq, Sq, D)
-  const Element *key, *value;   // new ones, or null
-  Cached *k, *v;                // values of the same address as keys are their first features
-  const int* kv_lens;           // (B,)
-  int* ends;                    // (B,) or null: lengths with the new keys
-  const int* table;             // (B, table_stride) or null
+  const Element* q;
+  Element* rotated;                // (B, Hq, Sq, D); queries where none is rotated
+  const Element *key, *value;      // new ones, or null
+  Cached *k, *v;                   // values at the address of the keys are their first features
+  const int* kv_lens;              // (B,)
+  int* ends;                       // (B,), lengths with the new keys; null without new keys
+  const int* table;                // (B, table_stride) or null
   const float *k_scale, *v_scale;  // or null
-  const Angle *cos, *sin;       // (positions, features / 2)
-  Strides q_strides, key_strides, value_strides, k_strides, v_strides;  // of batch rows or pages, heads, tokens
+  const Angle *cos, *sin;          // (positions, features / 2)
+  Strides q_strides, key_strides, value_strides;
+  Strides k_strides, v_strides;  // of batch rows or pages, heads and tokens
   int Hq, Hkv, Sq, tokens, D, Dv, capacity, page, page_count, table_stride;
-  int scales;                   // 1: (B, Hkv), 2: (pages, Hkv), 3: (pages, page, Hkv) or (B, Hkv, capacity)
+  int scales;  // 1: (B, Hkv), 2: (pages, Hkv), 3: (pages, page, Hkv) or (B, Hkv, capacity)
   int positions, features, interleaved;  // of the rotation
-  int new_keys, queries;        // rows
-  int lanes_log2;               // threads of a row
+  int new_keys, queries;                 // rows of new keys, and of queries to rotate
+  int lanes_log2;                        // threads of a row
 };
 
 // Where a new token goes: to `token` of page or batch row `row`.
