@@ -25,6 +25,7 @@ class KernelFamily:
     kind: str  # a key of CALLS
     D: int
     page: int = 0  # keys of a cache's page; 0: contiguous
+    append: bool = False  # one new key of each row is written
     length: int = 4096
     others: tuple[int, ...] = (6001, 2050, 200)
 
@@ -73,14 +74,17 @@ def _decode(f: KernelFamily, S: int, draw: Draw, backend: str, B: int = 8):
     q = draw(B, 32, 1, f.D)
     table, shape = _pages(f, S, B, q.device)
     k, v = (draw(*shape(8), f.D) for _ in range(2))
-    return _cached(q, k, v, S, table, backend)
+    new = {"key": draw(B, 8, 1, f.D), "value": draw(B, 8, 1, f.D)} if f.append else {}
+    return _cached(q, k, v, S, table, backend, new)
 
 
 def _mla(f: KernelFamily, S: int, draw: Draw, backend: str, B: int = 8):
     q = draw(B, 64, 1, f.D)
     table, shape = _pages(f, S, B, q.device)
     k = draw(*shape(1), f.D)
-    return _cached(q, k, k[..., :512], S, table, backend)
+    key = draw(B, 1, 1, f.D)
+    new = {"key": key, "value": key[..., :512]} if f.append else {}
+    return _cached(q, k, k[..., :512], S, table, backend, new)
 
 
 def _pages(f: KernelFamily, S: int, B: int, device: torch.device):
@@ -92,9 +96,12 @@ def _pages(f: KernelFamily, S: int, B: int, device: torch.device):
     return table, lambda heads: (B * each, f.page, heads)
 
 
-def _cached(q: Tensor, k: Tensor, v: Tensor, S: int, table: Tensor | None, backend: str):
-    lens = torch.full((len(q),), S, dtype=torch.int32, device=q.device)
-    return lambda: fa_ops.attention_with_kv_cache(q, k, v, lens, table, backend=backend)
+def _cached(
+    q: Tensor, k: Tensor, v: Tensor, S: int, table: Tensor | None, backend: str,
+    new: dict[str, Tensor],
+):  # fmt: skip
+    lens = torch.full((len(q),), S - bool(new), dtype=torch.int32, device=q.device)
+    return lambda: fa_ops.attention_with_kv_cache(q, k, v, lens, table, backend=backend, **new)
 
 
 CALLS = {
@@ -111,4 +118,7 @@ FAMILIES = (
     KernelFamily("decode D128, pages of 64", "decode", 128, page=64),
     KernelFamily("MLA", "mla", 576),
     KernelFamily("MLA, pages of 64", "mla", 576, page=64),
+    KernelFamily("decode D128, append", "decode", 128, append=True),
+    KernelFamily("decode D128, pages of 64, append", "decode", 128, page=64, append=True),
+    KernelFamily("MLA, pages of 64, append", "mla", 576, page=64, append=True),
 )

@@ -12,7 +12,8 @@ The last runs every eighth call from number 3 on: eight processes compile Triton
 runs forward and decoding kernels only, on inputs without uninitialised memory, such as unused parts
 of a cache. `quantized` makes calls with 8-bit products, `quantized_packed` of packed sequences, and
 `tiles` calls with masks whose `mask_blocks` hold their tiles, or any numbers. `whole_heads` runs
-backward passes in which a CTA has all keys of a head. Prints the number of calls; results are
+backward passes in which a CTA has all keys of a head, and `append` calls that write new keys to a
+cache, every second one with lengths and pages outside it. Prints the number of calls; results are
 checked by other tests.
 """
 
@@ -187,6 +188,27 @@ def run_cached(module, first: int, step: int) -> int:
     return calls
 
 
+def run_appends(backend: str, first: int, step: int) -> int:
+    """New keys and values for caches of all forms, and for latent ones."""
+    calls = 0
+    for seed in range(first, 48, step):
+        options = {"num_splits": 0, "batch_invariant": False, "unified_max": None, "scale": None}
+        if seed % 8 == 7:
+            options |= {"Hq": 16, "Hkv": 1, "D": 576, "Dv": 512, "shared": True, "fp8": False}
+        else:
+            D = (64, 128, 40, 256)[seed % 4]
+            options |= {"D": D, "Dv": D, "fp8": seed % 3 == 0, "rotary": (0, 16, 12)[seed // 2 % 3]}
+        case = random_cache_case(
+            seed, dtype=HALF[seed % 2], device="cuda", S=500 + seed % 16, new=1 + seed % 5,
+            page_size=(0, 16, 64)[seed // 3 % 3], broken=seed % 2 == 1,
+            **({"rotary": 0} | options),
+        )  # fmt: skip
+        if refusal(backend, case) is None:
+            call(case, backend, backward=False)
+            calls += 1
+    return calls
+
+
 def run_broken(backend: str, first: int, step: int) -> int:
     """Borders, lengths, pages and ranges outside the tensors, forward and backward."""
     calls = 0
@@ -290,7 +312,7 @@ def call(case: draws.AnyCase, backend: str, backward: bool) -> None:
 
 
 MODES = {"": run, "broken": run_broken, "forward": run_forward, "quantized": run_quantized}
-MODES |= {"quantized_packed": run_packed_quantized, "tiles": run_tiles}
+MODES |= {"quantized_packed": run_packed_quantized, "tiles": run_tiles, "append": run_appends}
 MODES["whole_heads"] = run_whole_heads
 
 if __name__ == "__main__":

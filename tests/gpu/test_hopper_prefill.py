@@ -106,7 +106,7 @@ def test_one_cuda_graph_serves_every_length():
 
 
 @pytest.mark.parametrize("changes", [{}, {"page_size": 64}, {"page_size": 16, "rotary": 32}])
-def test_new_keys_are_written_by_another_backend(changes, monkeypatch):
+def test_new_keys_are_written_before(changes, monkeypatch):
     attended, prepare = [], prefill.prepare
 
     def prepare_and_note(call):

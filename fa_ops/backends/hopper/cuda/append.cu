@@ -1,6 +1,6 @@
-// New keys and values into a cache, in its dtype, and queries and new keys rotated. A thread has eight
-// features of one row: a new key, a new value or a query. Lengths and page numbers may be anything: what has
-// no place in the cache is not written. Rows may begin at any address that is a multiple of an element's size.
+// Writes new keys and values to a cache, in its dtype, and rotates queries and new keys. A thread has eight
+// features of one row: of a new key, a new value or a query. Lengths and page numbers may be anything: what
+// has no place in the cache is not written. A row may begin at any multiple of an element's size.
 //
 // Compile-time: IS_BF16, IS_E4M3 (of the cache), ROTATION (0: none, 1: by angles in float, 2: by those in the
 // query's dtype)
@@ -138,8 +138,8 @@ template <int N> DEVICE void load_floats(const Element* from, float (&x)[N]) {
   }
 }
 
-// Eight features of `row` from `column` on, with the other feature of each one's pair, and the cosine and sine
-// of its angle. Those that are not rotated have no pair.
+// Eight features of `row` from `column` on, with the other feature of each pair, and the cosine and sine of
+// its angle. What a feature that is not rotated has there is not used.
 struct Pairs {
   float own[8], other[8], cos[8], sin[8];
 

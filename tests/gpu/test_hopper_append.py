@@ -1,0 +1,250 @@
+"""The Hopper kernel that appends to caches on a GPU: against the oracle, and bit by bit against the
+Triton kernel, also with lengths and pages that lie outside the cache."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops import dispatch, planning
+from fa_ops.backends import hopper, reference, triton
+from fa_ops.backends.hopper import append
+from fa_ops.call import CACHED, Call
+from fa_ops.testing.arena import Arena
+from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
+from tests.kernels import relative_error
+
+HALVES = (torch.bfloat16, torch.float16)
+ROTATIONS = ({}, {"rotary": 16}, {"rotary": 16, "interleaved": True}, {"rotary": 12})
+
+
+def check(case: CacheCase) -> None:
+    """Compare with the oracle; nothing outside the tensors may be written."""
+    q, k, v, cache, spec = case.fresh()
+    call = planning.normalised(Call(CACHED, q, k, v, spec, cache=cache))
+    if reason := dispatch.refusal("hopper", call):
+        pytest.skip(reason)
+    assert_cache_close(case, "hopper", Arena())
+
+
+def random_case(seed: int, **fixed) -> CacheCase:
+    r = random.Random(seed)
+    D, Dv = r.choice(((64, 64), (128, 128), (96, 64), (256, 256), (16, 16), (40, 24), (192, 128)))
+    return random_cache_case(
+        seed, dtype=HALVES[seed % 2], device="cuda", D=D, Dv=Dv, new=r.choice((1, 1, 2, 5, 17)),
+        num_splits=0, batch_invariant=False, unified_max=None, scale=(None, 0.3)[seed // 2 % 2],
+        page_size=(0, 0, 16, 32, 64, 256)[seed % 6], **fixed,
+    )  # fmt: skip
+
+
+def with_scales(case: CacheCase, seed: int) -> CacheCase:
+    """Of rows, pages or tokens in turn, for e4m3 caches."""
+    page_scales = case.page_size > 0 and seed % 3 == 1
+    return dataclasses.replace(
+        case, page_scales=case.fp8 and page_scales, token_scales=case.fp8 and seed % 3 == 2
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random(seed):
+    case = random_case(seed, rotary=0, fp8=False)
+    check(dataclasses.replace(case, S=case.S + 17 * (1 + seed % 9)))
+
+
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_random_e4m3(seed):
+    case = random_case(seed, rotary=0, fp8=True)
+    check(with_scales(dataclasses.replace(case, S=case.S + 17 * (1 + seed % 9)), seed))
+
+
+@pytest.mark.parametrize("seed", range(200, 240))
+def test_rotation(seed):
+    case = random_case(seed, fp8=False, rotary=(8, 16, 12, 14)[seed % 4])
+    check(dataclasses.replace(case, S=case.S + 17, interleaved=seed // 4 % 2 > 0))
+
+
+@pytest.mark.parametrize("seed", range(300, 360))
+def test_broken_lengths_and_pages(seed):
+    """A length around the capacity, negative, or the largest; pages that do not exist."""
+    case = random_case(seed, rotary=0, fp8=seed % 3 == 0, broken=True, shared=False)
+    check(dataclasses.replace(case, S=500 + seed % 16, B=3, page_scales=False, token_scales=False))
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 64])
+@pytest.mark.parametrize("new, Sq", [(1, 1), (3, 3), (1, 2)])
+@pytest.mark.parametrize("broken", [False, True])
+def test_latent_caches(page_size, new, Sq, broken):
+    check(
+        CacheCase(
+            Hq=16, Hkv=1, D=576, Dv=512, S=500, new=new, Sq=Sq, shared=True, is_causal=True,
+            page_size=page_size, dtype=torch.bfloat16, device="cuda", broken=broken,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"page_size": 64}, {"rotary": 32}, {"fp8": True}])
+def test_chunks_of_prompts(changes):
+    check(
+        CacheCase(
+            B=2, Hq=32, Hkv=8, Sq=200, S=1024, D=64, Dv=64, dtype=torch.bfloat16, new=200,
+            device="cuda", is_causal=True, lens=(824, 5), **changes,
+        )
+    )  # fmt: skip
+
+
+def moved(t: torch.Tensor, offset: int) -> torch.Tensor:
+    """The same tensor, so many elements behind an address that is a multiple of 256 bytes."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
+    whole = torch.zeros(offset + span, dtype=t.dtype, device=t.device)
+    flat = whole.view(torch.uint8) if t.itemsize == 1 else whole
+    source = t.view(torch.uint8) if t.itemsize == 1 else t
+    flat[offset:].copy_(torch.as_strided(source, (span,), (1,)))
+    return torch.as_strided(whole, t.shape, t.stride(), offset)
+
+
+LENGTHS = (0, 495, 500, 511, 512, 513, 515, -1, -600, 2**31 - 1, -(2**31), 2**31 - 3)
+
+
+@pytest.mark.parametrize("seed", range(64))
+def test_writes_what_the_triton_kernel_writes(seed):
+    """Every bit, from and to any addresses, with any lengths and pages."""
+    r = random.Random(seed)
+    case = random_case(
+        seed, B=len(LENGTHS), S=512, lens=(0,) * len(LENGTHS), fp8=seed % 3 == 0, shared=False,
+        ranges=False, **({"rotary": 0} | ROTATIONS[seed // 2 % 4]),
+    )  # fmt: skip
+    q, k, v, cache, spec = with_scales(case, seed).fresh()
+    k, v = (t.float().nan_to_num(0.5).to(t.dtype) for t in (k, v))
+    lens = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
+    if cache.page_table is not None:
+        table = torch.arange(cache.page_table.numel(), dtype=torch.int32, device="cuda")
+        wrong = torch.rand(table.shape, device="cuda") < 0.1
+        table = table.where(~wrong, r.choice((-1, len(k), 2**31 - 1, -(2**31))))
+        cache = cache._replace(page_table=table.view_as(cache.page_table))
+    # the Triton kernel needs even addresses of e4m3 caches
+    offsets = (0, 0, 2, 4, 8, 16) if case.fp8 else (0, 0, 1, 2, 4, 8)
+    k, v = (moved(t, r.choice(offsets)) for t in (k, v))
+    changes = {
+        name: moved(getattr(cache, name), r.choice((0, 1, 3, 8))) for name in ("key", "value")
+    }
+    if r.random() < 0.2:
+        changes = {name: t[:, :1].expand(-1, case.Hkv, -1, -1) for name, t in changes.items()}
+    if case.rotary:
+        dtype = r.choice((torch.float32, q.dtype))
+        for name in ("rotary_cos", "rotary_sin"):
+            changes[name] = moved(getattr(cache, name).to(dtype), r.choice((0, 1, 2, 8)))
+    q, cache = moved(q, r.choice((0, 1, 8))), cache._replace(**changes)
+    spec = spec._replace(kv_lens=lens)
+    found = []
+    for prepare in (append.prepare, triton.prepare_append):
+        k2, v2 = (moved(t, t.storage_offset()) for t in (k, v))
+        call = Call(CACHED, q, k2, v2, spec, cache=cache)
+        queries, ends = prepare(call)(q, k2, v2, call.tensors)
+        memory = (t.view(torch.uint8) if case.fp8 else t for t in (k2, v2))
+        found.append((queries, ends, *memory))
+    for name, x, y in zip(("queries", "lengths", "keys", "values"), *found, strict=True):
+        assert torch.equal(x, y), f"{case}: {name}"
+    assert found[0][1].tolist() == (lens.long() + case.new).clamp(0, 512).tolist()
+
+
+def step_case(page_size: int, **changes) -> CacheCase:
+    return CacheCase(
+        B=4, Hq=8, S=2048, D=128, Dv=128, dtype=torch.bfloat16, device="cuda", new=1,
+        page_size=page_size, lens=(2000, 0, 500, 3), **changes,
+    )  # fmt: skip
+
+
+def with_all_pages(case: CacheCase):
+    q, k, v, cache, spec = case.fresh()
+    if case.page_size:
+        pages = torch.randperm(cache.page_table.numel(), device="cuda").int()
+        cache = cache._replace(page_table=pages.view_as(cache.page_table))
+    return q, k.nan_to_num(0.3), v.nan_to_num(0.2), cache, spec
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+@pytest.mark.parametrize("rotary", [0, 64])
+def test_one_cuda_graph_serves_every_length(page_size, rotary):
+    q, k, v, cache, spec = with_all_pages(step_case(page_size, rotary=rotary))
+    options = {"key": cache.key, "value": cache.value, "backend": "hopper"}
+    options |= {"rotary_cos": cache.rotary_cos, "rotary_sin": cache.rotary_sin}
+
+    def attend():
+        return fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, cache.page_table, **options)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+        spec.kv_lens.add_(1)
+    for lengths in ((2047, 0, 1, 7), (5, 63, 64, 65), (2000, 2000, 2000, 2000)):
+        spec.kv_lens.copy_(torch.tensor(lengths))
+        for _ in range(min(3, 2048 - max(lengths))):
+            q.normal_(), cache.key.normal_(), cache.value.normal_()
+            expected = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)[0]
+            graph.replay()
+            assert relative_error(captured, expected) < 1e-2
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_steps_that_follow_one_another(page_size):
+    """By programmatic dependent launches: no step may read keys or lengths before they are there,
+    nor overwrite what the one before still reads."""
+    q, k, v, cache, spec = with_all_pages(step_case(page_size, rotary=64, interleaved=True))
+    queries, news = (torch.randn(60, *t.shape, device="cuda").to(t) for t in (q, cache.key))
+    same_page = cache._replace(key=None, value=None)
+
+    def steps(synchronise: bool):
+        keys, values, lens = k.clone(), v.clone(), torch.full_like(spec.kv_lens, 1900)
+        results = []
+        for one, new in zip(queries, news):
+            results.append(
+                fa_ops.attention_with_kv_cache(
+                    one, keys, values, lens, same_page.page_table, key=new, value=new,
+                    rotary_cos=cache.rotary_cos, rotary_sin=cache.rotary_sin,
+                    rotary_interleaved=True, backend="hopper",
+                )
+            )  # fmt: skip
+            lens += 1
+            if synchronise:
+                torch.cuda.synchronize()
+        return torch.stack(results), keys, values
+
+    expected = steps(True)
+    for _ in range(3):
+        assert all(torch.equal(x, y) for x, y in zip(steps(False), expected))
+
+
+def test_concurrent_streams():
+    case = step_case(16)
+    problems = [with_all_pages(dataclasses.replace(case, seed=seed)) for seed in range(2)]
+
+    def attend(q, k, v, cache, spec):
+        new = {"key": cache.key, "value": cache.value, "backend": "hopper"}
+        return fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, cache.page_table, **new)
+
+    expected = [attend(*problem) for problem in problems]
+    streams, results = [torch.cuda.Stream() for _ in problems], ([], [])
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[n].append(attend(*problems[n]))
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, expected[n]) for n in range(2) for x in results[n])
+
+
+def test_public_functions_select_the_kernel():
+    q, k, v, cache, spec = with_all_pages(step_case(64))
+    given = q, k, v
+    new = {"kv_lens": spec.kv_lens, "page_table": cache.page_table}
+    new |= {"key": cache.key, "value": cache.value}
+    explained = fa_ops.explain(*given, **new)
+    assert (explained.backend, explained.kernel) == ("hopper", "append, then decode")
+    split = fa_ops.explain(*given, **new, num_splits=3)
+    assert split.backend == "triton" and "without num_splits" in split.reasons["hopper"]
+    none = fa_ops.explain(q[:, :, :0], k, v, **new)
+    assert none.backend == "triton" and "that queries attend" in none.reasons["hopper"]
+    assert dispatch.choose(planning.normalised(Call(CACHED, *given, spec, cache=cache))) is hopper
