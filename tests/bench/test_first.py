@@ -152,7 +152,7 @@ def test_the_command_prints_and_writes_the_results_of_its_processes(monkeypatch,
     monkeypatch.setattr(hopper, "available_error", lambda: None)
     monkeypatch.setattr(first.torch.cuda, "get_device_name", lambda: "a GPU")
     path = tmp_path / "out.json"
-    result = run("--only", "MLA", "--rounds", "2", "--json", str(path))
+    result = run("--only", "varlen", "--rounds", "2", "--json", str(path))
     assert result.exit_code == 0, result.output
     assert "first calls, a GPU" in result.output and "no other length compiled" in result.output
     content = json.loads(path.read_text())
