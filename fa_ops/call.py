@@ -291,8 +291,8 @@ def append_then_attend(writer: Plan, attend: Plan, name: str = "") -> Plan:
     """
 
     def prepare(call: Call) -> Run:
-        write, rest = writer.prepare(call), call.read_only()
-        if call.cache.rotary_cos is not None:  # rotated queries are a tensor of their own
+        write, rest, cos = writer.prepare(call), call.read_only(), call.cache.rotary_cos
+        if cos is not None and cos.shape[1]:  # rotated queries are a tensor of their own
             rest = rest._replace(query=rest.query.new_empty(rest.query.shape))
         run = attend.prepare(rest)
 
