@@ -5,8 +5,7 @@
 sequences, many queries of a cache and packed queries over pages on the same kernels, `decode` for
 few queries against a long cache, and `mla` for a latent cache, which share `split_kv`, `append` for
 what a cached call writes before it attends, and `quantized` for 8-bit products, of tensors from
-`quantize` or `scaled`. Tiles are in `configs`;
-`launch` loads and launches kernels.
+`quantize` or `scaled`. Tiles are in `configs`; `launch` loads and launches kernels.
 """
 
 from __future__ import annotations
