@@ -248,3 +248,18 @@ def test_public_functions_select_the_kernel():
     none = fa_ops.explain(q[:, :, :0], k, v, **new)
     assert none.backend == "triton" and "that queries attend" in none.reasons["hopper"]
     assert dispatch.choose(planning.normalised(Call(CACHED, *given, spec, cache=cache))) is hopper
+
+
+@pytest.mark.parametrize("prepare", [append.prepare, triton.prepare_append])
+def test_new_numbers_that_are_not_finite(prepare):
+    """In an e4m3 cache NaN stays NaN, and what is too large becomes the largest number."""
+    case = CacheCase(fp8=True, dtype=torch.bfloat16, page_size=64, new=2, S=512, lens=(3, 300),
+                     D=64, Dv=64, device="cuda")  # fmt: skip
+    q, k, v, cache, spec = case.fresh()
+    cache.key[:, :, 0, :3] = torch.tensor([float("nan"), float("inf"), -1e30], device="cuda")
+    found, wanted = ((k.clone(), v.clone()) for _ in range(2))
+    call = Call(CACHED, q, *found, spec, cache=cache)
+    prepare(call)(q, *found, call.tensors)
+    reference.cache_forward(q, *wanted, cache, spec)
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
