@@ -159,10 +159,20 @@ def run(call, driver, kernels, monkeypatch, seed=0):
     return out, lse
 
 
+# A sequence of one query, one of two tiles whose causal rows may have no keys, and one more.
+FEW_AND_MANY = {"heads": (4, 2), "ends": (2, 3, 239, 240)}
+CASES = [
+    {"is_causal": True},
+    {"page": 16, "is_causal": True},
+    {"D": 64, "Dv": 64, **FEW_AND_MANY},
+    {"page": 64, "D": 256, "Dv": 256, "lens": (300, 200, 700), "is_causal": True, **FEW_AND_MANY},
+]
+
+
 @needs_compiler
-@pytest.mark.parametrize("page", [0, 16])
-def test_results_are_those_of_the_oracle(page, driver, kernels, monkeypatch):
-    call = described(page, is_causal=True)
+@pytest.mark.parametrize("options", CASES)
+def test_results_are_those_of_the_oracle(options, driver, kernels, monkeypatch):
+    call = described(**options)
     out, lse = run(call, driver, kernels, monkeypatch)
     wanted, wanted_lse = expected(call)
     assert torch.equal(lse == float("-inf"), wanted_lse == float("-inf"))
@@ -255,16 +265,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_is_refused(message, monkeypatch):
-    call = REFUSED[message]()
-    assert "does not run its kernel for packed" in quantized_packed.support_error(call)
-    monkeypatch.setattr(quantized_packed, "IS_ENABLED", True)
-    assert message in quantized_packed.support_error(call)
+def test_what_is_refused(message):
+    assert message in quantized_packed.support_error(REFUSED[message]())
     assert quantized_packed.support_error(described()) is None
 
 
 def test_the_memory_of_values_is_limited(monkeypatch):
-    monkeypatch.setattr(quantized_packed, "IS_ENABLED", True)
     monkeypatch.setattr(quantized_packed, "MAX_VALUE_BYTES", 128 * 5 * 16)
     assert quantized_packed.support_error(described()) is None  # 300 keys of three sequences
     reason = quantized_packed.support_error(described(16))

@@ -19,6 +19,7 @@ from fa_ops.backends.hopper import (
     dense_forward,
     mla,
     quantized,
+    quantized_packed,
 )
 from fa_ops.call import CACHED, DENSE, Call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
@@ -84,7 +85,7 @@ def all_tiles() -> Iterator[None]:
 def _clear_plans() -> None:
     """Drop plans that another number of processors, or another kernel, was chosen for."""
     planning.forget()
-    for module in (decode, dense_backward, dense_forward, mla, quantized):
+    for module in (decode, dense_backward, dense_forward, mla, quantized, quantized_packed):
         for name in ("_plan", "_family"):
             if hasattr(module, name):
                 getattr(module, name).cache_clear()
