@@ -18,4 +18,22 @@ template <class Params> DEVICE PagedCopy find_copy(const Params& p, const WorkIt
     found.page = p.pages.table[(long long)item.tile.b * p.pages.stride + i];
   return found;
 }
+
+// The copies of a block, in every lane. Pages of less than 64 keys are copied whole.
+struct PagedBlock {
+  int pages[COPIES], tokens[COPIES];
+  u32 exists;  // a bit for each copy whose page exists
+};
+
+// Executed by one warp.
+template <class Params> DEVICE PagedBlock gather_copies(const Params& p, const PagedCopy& own) {
+  PagedBlock block;
+  block.exists = __ballot_sync(~0u, p.pages.exists(own.page));
+#pragma unroll
+  for (int j = 0; j < COPIES; j++) {
+    block.pages[j] = __shfl_sync(~0u, own.page, j);
+    block.tokens[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, own.token, j);
+  }
+  return block;
+}
 #endif

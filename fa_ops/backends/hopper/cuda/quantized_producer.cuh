@@ -47,42 +47,39 @@ DEVICE void load_queries(const QuantizedParams& p, const QuantizedShared& sm, co
 }
 
 #if IS_PAGED
-// Executed by one warp, each lane of which holds the place of one copy. Where a page does not exist zeros are
-// copied, and consumers read which copies have a page.
+// Executed by one thread. Where a page does not exist zeros are copied, and consumers read which copies have
+// a page.
 DEVICE void load_paged_keys(const QuantizedParams& p, const QuantizedShared& sm, PipelineState<STAGES>& k,
-                            const PagedCopy& own, int h, bool leader) {
-  const u32 bar = barrier(sm.k_full, k.stage), at = slot_at<K_BYTES>(sm.k, k.stage),
-            exists = __ballot_sync(~0u, p.pages.exists(own.page));
+                            const PagedBlock& block, int h) {
+  const u32 bar = barrier(sm.k_full, k.stage), at = slot_at<K_BYTES>(sm.k, k.stage);
   mbar_wait(barrier(sm.k_empty, k.stage), k.phase ^ 1);
-  if (leader) {
-    store_shared(slot_at<4>(sm.pages, k.stage), exists);
-    mbar_arrive_expect(bar, K_BYTES);
-  }
+  store_shared(slot_at<4>(sm.pages, k.stage), block.exists);
+  mbar_arrive_expect(bar, K_BYTES);
 #pragma unroll
-  for (int j = 0; j < COPIES; j++) {
-    const int page = __shfl_sync(~0u, own.page, j), token = __shfl_sync(~0u, own.token, j);
-    if (leader)
+  for (int j = 0; j < COPIES; j++)
 #pragma unroll
-      for (int x = 0; x < QK_COLUMNS; x++)
-        tma_load(at + (x * BLOCK_N + j * COPY_KEYS) * 128, p.k, bar, x * 128, token, h, page);
-  }
+    for (int x = 0; x < QK_COLUMNS; x++)
+      tma_load(at + (x * BLOCK_N + j * COPY_KEYS) * 128, p.k, bar, x * 128, block.tokens[j], h,
+               block.pages[j]);
   k.next();
 }
 
-// Executed by one warp; its leader copies all but the keys. A block's pages are looked up while the block
-// before it is copied.
+// Executed by one warp, whose lanes look up a block's pages while its leader copies the block before it.
 DEVICE void load_work_item(const QuantizedParams& p, const QuantizedShared& sm, const WorkItem& item,
                            const PipelineState<2>& work, PipelineState<STAGES>& k, PipelineState<STAGES>& v,
                            bool leader) {
   const int h = item.tile.h / p.group, first_block = key_start(p, item.tile).y;
   const BlockRange& n = item.blocks;
-  PagedCopy keys, next = find_copy(p, item, n.end - 1);
+  PagedCopy next = find_copy(p, item, n.end - 1);
 #pragma unroll 1
   for (int j = n.end - 1;; j--) {
-    keys = next, next = find_copy(p, item, j - 1);
-    if (j >= n.begin) load_paged_keys(p, sm, k, keys, h, leader);
-    if (leader && j == n.end - 1) load_queries(p, sm, item.tile, work);
-    else if (leader) load_values(p, sm, v, first_block + j + 1, h, 0);
+    const PagedBlock block = gather_copies(p, next);
+    next = find_copy(p, item, j - 1);
+    if (leader) {
+      if (j >= n.begin) load_paged_keys(p, sm, k, block, h);
+      if (j == n.end - 1) load_queries(p, sm, item.tile, work);
+      else load_values(p, sm, v, first_block + j + 1, h, 0);
+    }
     if (j < n.begin) break;
   }
 }
