@@ -11,54 +11,71 @@ struct QuantizedEpilogue {
   float t[PRODUCTS];  // products of the last blocks with their values, and with ones
   float sums[2];      // of this thread's weights, or of a row's with SUMS_BY_PRODUCT
   QuantizedSoftmax softmax;
+  float2 channel_scales[OUTPUTS / 4];  // of the values' channels of four products of this thread
+  float offset[2];                     // what the scores of its rows lack
 
   DEVICE QuantizedEpilogue(const QuantizedParams& p, const QuantizedShared& sm, int c)
       : p(p), sm(sm), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
 
+  // Reads what the output is multiplied by from global memory, while the last products are computed.
+  DEVICE void load_factors() {
+    const Tile tile = work_tile();
+    const float* v_scale =
+        p.v_scale + (long long)(batch_row(p, tile) * (p.Hq / p.group) + tile.h / p.group) * p.Dv;
+#pragma unroll
+    for (int i = 0; i < OUTPUTS / 4; i++)
+      channel_scales[i] = *(const float2*)(v_scale + 8 * i + (lane & 3) * 2);
+#pragma unroll
+    for (int r = 0; r < 2; r++) offset[r] = p.offset ? p.offset[lse_at(tile, r)] : 0.f;
+  }
+
+  DEVICE Tile work_tile() const { return load_tile(slot_at<WORK_ITEM_BYTES>(sm.work, work.stage)); }
+  DEVICE int row_of(const Tile& tile, int r) const {
+    return tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2) + 8 * r;
+  }
+  DEVICE long long lse_at(const Tile& tile, int r) const {
+    return first_row(p, tile) + min(row_of(tile, r), queries_of(p, tile) - 1);
+  }
+
   // The factor of a row's output, whose LSE is written.
-  DEVICE float finish_one_row(const Tile& tile, int row, float row_max, float sum) const {
+  DEVICE float finish_one_row(const Tile& tile, int r) const {
+    float sum = sums[r], inverse;
     if (!SUMS_BY_PRODUCT) sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
-    const long long at = first_row(p, tile) + min(row, queries_of(p, tile) - 1);
-    const float offset = p.offset ? p.offset[at] : 0.f;
-    float inverse;
     sum *= 1.f / UNIT_WEIGHT;
 #if HAS_SINKS
     const bool has_sink = !PACKS_SEQUENCES || is_in_sequence(p, tile);  // tokens outside have none
-    const float lse = finish_row(row_max, sum, 1.f, has_sink, p.sinks[tile.h] - offset, inverse);
+    const float lse = finish_row(softmax.max[r], sum, 1.f, has_sink, p.sinks[tile.h] - offset[r], inverse);
 #else
-    const float lse = finish_row(row_max, sum, 1.f, false, 0.f, inverse);
+    const float lse = finish_row(softmax.max[r], sum, 1.f, false, 0.f, inverse);
 #endif
-    if ((lane & 3) == 0 && p.lse && row < queries_of(p, tile)) p.lse[at] = lse + offset;
+    if ((lane & 3) == 0 && p.lse && row_of(tile, r) < queries_of(p, tile))
+      p.lse[lse_at(tile, r)] = lse + offset[r];
     return inverse * (1.f / UNIT_WEIGHT);
   }
 
   // Writes the normalised output and the LSE of this consumer's rows.
   DEVICE void finish() {
-    const Tile tile = load_tile(slot_at<WORK_ITEM_BYTES>(
-        sm.work, work.stage));  // loaded again, so that it takes no registers until here
+    const Tile tile = work_tile();  // loaded again, so that it takes no registers until here
     mbar_arrive(barrier(sm.work_empty, work.stage));
-    const int first = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
-    const float* v_scale =
-        p.v_scale + (long long)(batch_row(p, tile) * (p.Hq / p.group) + tile.h / p.group) * p.Dv;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int row = first + 8 * r;
-      const float inverse = finish_one_row(tile, row, softmax.max[r], sums[r]);
+      const int row = row_of(tile, r);
+      const float inverse = finish_one_row(tile, r);
       Element* to = p.out + ((first_token(p, tile) + row) * p.Hq + tile.h) * p.Dv;
 #pragma unroll
       for (int i = 2 * r; i < OUTPUTS; i += 16) {
         u32 x[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          const int at = i + 4 * j, channel = (at / 4) * 8 + (lane & 3) * 2;
+          const int at = i + 4 * j;
           x[j] = 0;
-          if (at >= OUTPUTS || channel >= p.Dv) continue;
-          const float2 scale = *(const float2*)(v_scale + channel);
+          if (at >= OUTPUTS) continue;
+          const float2 scale = channel_scales[at / 4];
           x[j] = pack(t[at] * inverse * scale.x, t[at + 1] * inverse * scale.y);
         }
         transpose_quad(x);
         const int column = (i / 4 + (lane & 3)) * 8;
-        if (row < queries_of(p, tile) && column < p.Dv)
+        if (row < queries_of(p, tile) && column < VALUE_FEATURES)
           *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }

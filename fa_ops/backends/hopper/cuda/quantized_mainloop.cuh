@@ -257,6 +257,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     for (int j = n.end - 2; j >= n.begin; j--) step(j, n);
     wait_values();
     value_product();
+    load_factors();
     wgmma_wait<0>();
     finish_values();
     totals.finish(t);
@@ -266,6 +267,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
   DEVICE void skip_item() {
     meet();
     release_queries();
+    load_factors();
 #pragma unroll
     for (int i = 0; i < PRODUCTS; i++) t[i] = 0.f;
   }
