@@ -174,7 +174,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     find_max(block, n, summed == 0);
     rescale();  // before the exponentials, so that each is rounded while the next is computed
     exponentiate();
-    round_weights();
+    add_sums(round_weights());
   }
 
   DEVICE void step_with_both_products(int block, const BlockRange& n) {
@@ -187,9 +187,11 @@ struct QuantizedConsumer : QuantizedEpilogue {
     fence_operand(s);
     wait_values();  // ends at once; without it the compiler moves the wait for the product above the maxima
     wgmma_wait<0>();
+    fence_operand(weights);
+    const float2 added = round_weights();  // before the rest, which has the registers of the scores then
     finish_block();
     rescale();
-    round_weights();
+    add_sums(added);
   }
 
   // After all products.
@@ -211,9 +213,11 @@ struct QuantizedConsumer : QuantizedEpilogue {
 
   DEVICE void exponentiate() { softmax.exponentiate<0>(p, s), softmax.exponentiate<1>(p, s); }
 
-  DEVICE void round_weights() {
-    const float sum0 = softmax.round<0>(s, weights), sum1 = softmax.round<1>(s, weights);
-    if (!SUMS_BY_PRODUCT) sums[0] += sum0, sums[1] += sum1;
+  // Returns this thread's sums of the rounded weights, where they are no products.
+  DEVICE float2 round_weights() { return {softmax.round<0>(s, weights), softmax.round<1>(s, weights)}; }
+
+  DEVICE void add_sums(const float2& added) {
+    if (!SUMS_BY_PRODUCT) sums[0] += added.x, sums[1] += added.y;
   }
 
   // Without products nothing else brings a warp's lanes together, which may run apart under a tool that
@@ -251,7 +255,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     pass_turn();
     find_max(n.end - 1, n, false);
     exponentiate();
-    round_weights();
+    add_sums(round_weights());
     summed = 0;
 #pragma unroll 1
     for (int j = n.end - 2; j >= n.begin; j--) step(j, n);
