@@ -65,7 +65,7 @@ def instructions(sass: str) -> list[str]:
     return [" ".join(line.split()) for line in _WHOLE.findall(sass)]
 
 
-PRODUCTS = ("HMMA", "HGMMA")  # of tensor cores: of a warp, and of a warpgroup
+PRODUCTS = ("HMMA", "HGMMA", "IGMMA", "QGMMA")  # of tensor cores: of a warp, or a warpgroup
 
 
 def innermost_loop(sass: str) -> list[str]:
