@@ -19,8 +19,9 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def ran(monkeypatch):
-    """The plan of each call that the kernels ran."""
+    """The kernels are switched on; the plan of each call that they ran."""
     plans, run = [], quantized_packed.PackedPlan.run
+    monkeypatch.setattr(quantized_packed, "IS_ENABLED", True)
     monkeypatch.setattr(
         quantized_packed.PackedPlan,
         "run",
