@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 
 import fa_ops
-from fa_ops.backends.hopper import dense_backward, quantized_packed
+from fa_ops.backends.hopper import dense_backward
 from fa_ops.cli.fuzz_cases import refusal
 from fa_ops.testing import PackedCase, draws, make_case, random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
@@ -252,7 +252,6 @@ def run_quantized(backend: str, first: int, step: int) -> int:
 
 def run_packed_quantized(backend: str, first: int, step: int) -> int:
     """Packed sequences with 8-bit products, also with pages that do not exist."""
-    quantized_packed.IS_ENABLED = True
     ends = torch.tensor([2, 2, 3, 4, 240, 241], device="cuda", dtype=torch.int32)
     lens = torch.tensor([9, 700, 300, 200, 1], device="cuda", dtype=torch.int32)
     one, calls = torch.ones(1, device="cuda"), 0

@@ -19,9 +19,8 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def ran(monkeypatch):
-    """The kernels are switched on; the plan of each call that they ran."""
+    """The plan of each call that the kernels ran."""
     plans, run = [], quantized_packed.PackedPlan.run
-    monkeypatch.setattr(quantized_packed, "IS_ENABLED", True)
     monkeypatch.setattr(
         quantized_packed.PackedPlan,
         "run",
@@ -41,6 +40,9 @@ def cases(part):
         inner = case.case
         if case.page is None or inner.D % 16 or (inner.scale or 1) < 0 or case.page == 48:
             continue
+        lens = case.fresh()[4].kv_lens
+        if lens is not None and not lens.any():
+            continue  # without a key at all no kernel runs
         yield dataclasses.replace(
             case, case=dataclasses.replace(inner, Sq=inner.Sq * (1 + seed % 5))
         )

@@ -41,9 +41,6 @@ from fa_ops.call import Call, PackedQuantizedTensors, Run
 from fa_ops.geometry import rows_are_aligned
 from fa_ops.types import default_scale
 
-# Whether calls run here. Off: the calls of `python -m tests.gpu.sanitize hopper quantized_packed` end
-# and are right, but tests/gpu/test_quantized_packed.py has not passed as a whole.
-IS_ENABLED = False
 MAX_VALUE_BYTES = 1 << 32  # of the transposed values, for which each call allocates memory
 _PAGES = 16, 32  # keys, and multiples of 64: what copies of whole swizzle atoms bring
 _LAYOUT = struct_layout("quantized_params.cuh", "QuantizedParams")
@@ -54,8 +51,6 @@ _SCALARS = _LAYOUT.packer("B", "scale_log2")
 def support_error(call: Call) -> str | None:
     """Why the kernels cannot run a packed call with 8-bit products, or None."""
     q, k, v, spec = call.query, call.key, call.value, call.spec
-    if not IS_ENABLED:
-        return "does not run its kernel for packed sequences with 8-bit products"
     if q.dtype != E4M3:
         return f"attends packed sequences in float8_e4m3fn, query is {q.dtype}"
     if reason := head_error(q.shape[-1], v.shape[-1]):
