@@ -82,6 +82,12 @@ def _common(sizes: Sizes) -> dict[str, int]:
 _TINY = Sizes(2, 64, 96, 4, 2, 128, 64, (4, 32), (2, 32), 64, (32, 64), (2,), (32,), 4, head_dim=16)
 SHAPES = {
     "llama": Shape(Sizes(), _TINY, llama),
+    # what one of eight GPUs has of a Llama 3 70B under tensor parallelism
+    "llama-70b-slice": Shape(
+        Sizes(hidden=8192, intermediate=3584, heads=8, kv_heads=1, vocab=16032),
+        replace(_TINY, kv_heads=1),
+        llama,
+    ),
     "gemma4-global": Shape(
         Sizes(kv_heads=4, head_dim=512, vocab=32768, contexts=(4096, 16384)),
         replace(_TINY, head_dim=512),

@@ -46,10 +46,18 @@ def test_layers_of_gemma4_run_with_heads_of_512(tmp_path):
     assert row["ms_per_token"] > 0, row
 
 
+def test_a_slice_of_a_model_under_tensor_parallelism_trains(tmp_path):
+    file = tmp_path / "bench.json"
+    options = {"device": "cpu", "modes": "eager", "repeats": 1, "tiny": True, "parts": "train"}
+    bench.main(file, shape="llama-70b-slice", implementations="sdpa,fa_ops", **options)
+    rows = json.loads(file.read_text())["records"]
+    assert {row["implementation"] for row in rows if row["ms"] > 0} == {"sdpa", "fa_ops"}, rows
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"shape": "bert"}, "no shape is called 'bert': llama, gemma4-global"),
+        ({"shape": "bert"}, "no shape is called 'bert': llama, llama-70b-slice, gemma4-global"),
         ({"parts": "prefil"}, "no part is called 'prefil': prefill,"),
         ({"modes": "fast"}, "no mode is called 'fast': eager, compiled"),
         ({"implementations": "sdpa,fast"}, "no implementation is called 'fast': sdpa,"),
