@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
 from fa_ops import dispatch
+from fa_ops.bench import flashinfer_peers
 from fa_ops.bench.decode_problems import Data, DecodeProblem
 from fa_ops.bench.peers import Call, Implementation, compiled_flex, import_first
 from fa_ops.cli import options
@@ -79,6 +80,7 @@ PEERS = [
     _sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
     _sdpa("flash", SDPBackend.FLASH_ATTENTION),
     Implementation("flash-attn 3", _flash_attn_3, "bshd"),
+    *flashinfer_peers.PEERS,
     Implementation("flex", _flex),
 ]
 

@@ -166,7 +166,14 @@ PRESETS: dict[str, Callable[[], list[DecodeProblem]]] = {
     ],
     "fp8": _fp8,
     "mla": lambda: [
-        DecodeProblem(B, 8192, Hq, 1, 576, 512, page=64) for B in (1, 32) for Hq in (16, 64, 128)
+        DecodeProblem(B, S, Hq, 1, 576, 512, page=64)
+        for B, S, heads in (
+            (1, 128, (16,)),
+            (1, 8192, (16, 64, 128)),
+            (32, 8192, (16, 64, 128)),
+            (128, 2048, (128,)),
+        )
+        for Hq in heads
     ],
     "ragged": lambda: [DecodeProblem(64, 32768, ragged=True), DecodeProblem(64, 16384)],
     "padded": lambda: [DecodeProblem(8, 32768, padding=28672), DecodeProblem(8, 4096)],

@@ -1,9 +1,9 @@
 """`python -m fa_ops bench quantized`: attention with 8-bit products against 16-bit attention.
 
 A whole call of `quantized_attention` starts from 16-bit tensors, so that quantisation counts. Calls
-of e4m3 tensors, ours and FlashAttention-3's, start from numbers and scales that are there; both
-transpose the values. On a GPU a profile tells the time of the attention kernel, the longest one of
-a call, from that of the others.
+of e4m3 tensors, ours and those of FlashAttention 3 and FlashInfer, start from numbers and scales
+that are there; all transpose the values. On a GPU a profile tells the time of the attention kernel,
+the longest one of a call, from that of the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fa_ops
-from fa_ops.bench import report
+from fa_ops.bench import flashinfer_peers, report
 from fa_ops.bench.peers import E4M3, failure, scaled_call, scaled_flash_attn_3
 from fa_ops.bench.problems import PRESETS, Problem
 from fa_ops.bench.timing import Run, Time, device_times
@@ -71,6 +71,9 @@ CALLS: dict[str, Callable[..., Call]] = {
     "e4m3, quantised by the call": _quantized(E4M3),
     "e4m3 tensors": lambda problem, *qkv: scaled_call(*qkv, problem.causal),
     "flash-attn 3, e4m3 tensors": lambda problem, *qkv: scaled_flash_attn_3(*qkv, problem.causal),
+    "flashinfer, e4m3 tensors": lambda problem, *qkv: flashinfer_peers.scaled_call(
+        *qkv, problem.causal
+    ),
 }
 
 
@@ -155,7 +158,7 @@ def main(
     budget: Annotated[float, typer.Option(min=0.1, help="milliseconds to time each call")] = 200.0,
     json: options.Json = None,
 ) -> None:
-    """Compare attention with 8-bit products with 16-bit attention and flash-attn 3 in fp8."""
+    """Compare attention with 8-bit products with 16-bit attention and with peers in fp8."""
     device = options.device(device)
     grid = PRESETS[options.preset(preset or _DEFAULTS[device], PRESETS)]()
     names = options.matching(only, CALLS, "call")
