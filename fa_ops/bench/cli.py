@@ -103,7 +103,10 @@ def features(
         int | None,
         typer.Option(min=1, help="sequence length; default: 16384 on a GPU, 512 on the CPU"),
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, help="query and key heads")] = 16,
+    heads: Annotated[int, typer.Option(min=1, help="query heads")] = 16,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="key heads; default: as many as query heads")
+    ] = None,
     head_dim: Annotated[int, typer.Option(min=8, help="features of a head")] = 128,
     only: Only = None,
     flex: Annotated[bool, typer.Option(help="measure compiled FlexAttention too")] = False,
@@ -113,10 +116,15 @@ def features(
     """Compare the cost of features, such as masks, with plain causal attention."""
     device = options.device(device)
     tokens = tokens or (16384 if device == "cuda" else 512)
+    kv_heads = kv_heads or heads
+    if heads % kv_heads:
+        raise typer.BadParameter(f"{heads} query heads are no multiple of {kv_heads} key heads")
     chosen = feature_costs.choose(feature_costs.features(heads, tokens, device), only)
-    measured = feature_costs.times(chosen, heads, tokens, head_dim, device, budget, flex)
+    pair = heads, kv_heads
+    measured = feature_costs.times(chosen, pair, tokens, head_dim, device, budget, flex)
     name = report.environment(device)["device"]
-    title = f"{heads} heads of {head_dim}, {tokens} tokens, {name}"
+    shown = heads if heads == kv_heads else f"{heads}/{kv_heads}"
+    title = f"{shown} heads of {head_dim}, {tokens} tokens, {name}"
     console.print(feature_costs.table(title, measured))
     if json is not None:
         report.write_json(json, device, "features", feature_costs.records(measured))

@@ -146,6 +146,17 @@ def summaries(rows: Rows, ours: list[str]) -> Iterator[str]:
                 )
 
 
+def costs(rows: Rows, ours: list[str]) -> Iterator[str]:
+    """Yield a line for each call of ours with options that was measured without them too."""
+    measured = dict(rows)
+    for p, results in rows:
+        plain = dataclasses.replace(p, unsplit=False, invariant=False, unified=False)
+        for name in ours if plain != p and plain in measured else ():
+            us, base = results.get(name), measured[plain].get(name)
+            if isinstance(us, float) and isinstance(base, float):
+                yield f"{p}: {name} takes {us / base:.2f}x its time without the option"
+
+
 def failures(rows: Rows) -> Iterator[str]:
     """Yield a line for each reason why an implementation did not run, with its problems."""
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -258,5 +269,5 @@ def _print(rows: Rows, names: list[str], compared: list[str]) -> None:
         table.add_row(str(p), *cells, *("-" if s is None else f"{s:.2f}x" for s in shares))
     console.width = max(console.width, 160)
     console.print(table)
-    for line in (*failures(rows), *summaries(rows, compared)):
+    for line in (*failures(rows), *costs(rows, compared), *summaries(rows, compared)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -20,7 +20,7 @@ WINDOW, GLOBAL, DOCUMENT, SOFTCAP, DROPOUT = 1024, 128, 1024, 30.0, 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """Options of a call with (1, H, S, D) tensors, and the equivalent for FlexAttention.
+    """Options of a call with (1, heads, S, D) tensors, and the equivalent for FlexAttention.
 
     `lengths` are those of documents that are packed for `attention_varlen`. `keep` and `score` are
     FlexAttention's mask_mod and score_mod; without `keep` it does not support the feature.
@@ -143,12 +143,23 @@ def choose(known: Makers, only: str | None = None) -> Makers:
 
 
 def times(
-    chosen: Makers, H: int, S: int, D: int, device: str, budget: float, flex: bool = False
+    chosen: Makers,
+    heads: tuple[int, int],
+    S: int,
+    D: int,
+    device: str,
+    budget: float,
+    flex: bool = False,
 ) -> Measured:
-    """Measure forward and backward passes of each feature; the first one is the baseline."""
+    """Measure forward and backward passes of each feature; the first one is the baseline.
+
+    `heads` are the numbers of query heads and of key heads.
+    """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    Hq, Hkv = heads
     q, k, v, grad_out = (
-        torch.randn(1, S, H, D, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
+        torch.randn(1, S, H, D, device=device, dtype=dtype).transpose(1, 2)
+        for H in (Hq, Hkv, Hkv, Hq)
     )
     measured: Measured = {}
     for name, make in chosen.items():
@@ -184,7 +195,9 @@ def _flex(feature: Feature, S: int, device: str) -> Callable[[Tensor, Tensor, Te
 
     compiled = compiled_flex()
     mask = create_block_mask(feature.keep, None, None, S, S, device=device)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask, score_mod=feature.score)
+    return lambda q, k, v: compiled(
+        q, k, v, block_mask=mask, score_mod=feature.score, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def _backward(call: Callable, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Run:

@@ -52,6 +52,7 @@ def test_plot_writes_a_png(tmp_path):
         (("decode", "--json", "nowhere/a.json"), "no such folder: nowhere"),
         (("features", "--only", "softcup"), "no feature is called 'softcup'"),
         (("features", "--budget", "-1"), "Invalid value for '--budget'"),
+        (("features", "--kv-heads", "3"), "16 query heads are no multiple of 3 key heads"),
         (("forward", "--threads", "0"), "Invalid value for '--threads'"),
         (("cpu", "--only", "softcup"), "no contender is called 'softcup'"),
         (("cpu", "--length", "0"), "Invalid value for '--length'"),
@@ -74,6 +75,13 @@ def test_features_are_compared_with_plain_causal_attention(tmp_path):
         assert name in result.output
     rows = json.loads(path.read_text())["records"]
     assert all(set(row["ms"]) == {"forward", "backward"} for row in rows) and len(rows) == 18
+
+
+def test_features_are_measured_with_groups_of_query_heads():
+    options = ("--tokens", 64, "--heads", 4, "--kv-heads", 2, "--only", "deterministic")
+    result = run("features", "--device", "cpu", "--budget", 1, *options)
+    assert result.exit_code == 0, result.output
+    assert "4/2 heads of 128" in result.output and "causal, deterministic" in result.output
 
 
 @pytest.mark.parametrize("S", [1, 2, 64, 100, 256, 300, 16384])

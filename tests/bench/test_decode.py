@@ -60,6 +60,19 @@ def test_summaries_have_a_mean_for_each_combination_of_heads():
     ]
 
 
+def test_options_are_compared_with_the_same_call_without_them():
+    plain, other = DecodeProblem(1, 1024), DecodeProblem(8, 1024, invariant=True)
+    invariant = DecodeProblem(1, 1024, invariant=True)
+    rows = [
+        (invariant, {"fa_ops": 12.0, "a": 5.0}),
+        (plain, {"fa_ops": 10.0, "a": 8.0}),
+        (other, {"fa_ops": 10.0}),
+    ]
+    assert list(decode.costs(rows, ["fa_ops", "fa_ops triton"])) == [
+        "B1 1024 32/8 D128 invariant: fa_ops takes 1.20x its time without the option"
+    ]
+
+
 def test_no_cell_is_started_after_the_time_limit(monkeypatch, capsys):
     clock = iter([0.0, 1.0, 2.0, 9.0])
     monkeypatch.setattr(decode.time, "monotonic", lambda: next(clock))
