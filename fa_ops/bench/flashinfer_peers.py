@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.bench.decode_problems import Data, DecodeProblem
-from fa_ops.bench.peers import E4M3, Call, Implementation, import_first, per_tensor
+from fa_ops.bench.peers import E4M3, Call, Implementation, import_first, quantized_rows
 
 _WORKSPACE = 512 * 2**20  # bytes for the results of parts of the keys
 
@@ -91,7 +91,7 @@ def _implementation(backend: str) -> Implementation:
     return Implementation(f"flashinfer {backend}", build)
 
 
-# The kernels of its own and those after FlashAttention 3; for decoding it selects the former.
+# Kernels after FlashAttention 2 and 3; by default it decodes with the former on Hopper.
 PEERS = [_implementation("fa2"), _implementation("fa3")]
 
 
@@ -99,10 +99,8 @@ def scaled_call(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Callab
     """A call of q, k and v in e4m3 with a scale each, whose output is (B, S, Hq, D) in bfloat16."""
     flashinfer = import_first("flashinfer")
     (B, Hq, S, D), (_, Hkv, Sk, _) = q.shape, k.shape
-    numbers, scales = zip(*(per_tensor(x) for x in (q, k, v)))
-    rows = [
-        x.view(torch.uint8).transpose(1, 2).flatten(0, 1).contiguous().view(E4M3) for x in numbers
-    ]
+    rows, scales = quantized_rows(q, k, v)
+    packed = [x.flatten(0, 1) for x in rows]
     factors = [scale.repeat(heads) for scale, heads in zip(scales, (Hq, Hkv, Hkv))]
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
         _workspace(q.device), "NHD", backend="fa3"
@@ -115,7 +113,7 @@ def scaled_call(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Callab
     out = torch.empty(B * S, Hq, D, dtype=torch.bfloat16, device=q.device)
 
     def call() -> Tensor:
-        wrapper.run(*rows, *factors, out=out)
+        wrapper.run(*packed, *factors, out=out)
         return out.view(B, S, Hq, D)
 
     return call

@@ -112,13 +112,19 @@ def scaled_call(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Callab
     return functools.partial(fa_ops.attention, *numbers, **options)
 
 
+def quantized_rows(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors in e4m3 and (B, S, H, D) memory order, and a scale for each."""
+    numbers, scales = zip(*(per_tensor(x) for x in tensors))
+    rows = [x.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3) for x in numbers]
+    return rows, list(scales)
+
+
 def scaled_flash_attn_3(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False
 ) -> Callable[[], object]:
     """The same by FlashAttention 3, whose output is (B, S, H, Dv)."""
     function = import_first("flash_attn_interface", "fa3_fwd_interface").flash_attn_func
-    numbers, scales = zip(*(per_tensor(x) for x in (q, k, v)))
-    rows = [x.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3) for x in numbers]
+    rows, scales = quantized_rows(q, k, v)
     names = "q_descale", "k_descale", "v_descale"
     descales = {name: s.expand(k.shape[:2]) for name, s in zip(names, scales)}
     return functools.partial(function, *rows, causal=causal, **descales)
