@@ -56,8 +56,16 @@ def _oracle(p: DecodeProblem, data: Data, k: Tensor, v: Tensor) -> Tensor:
     return reference.dense(q, k, v[..., : p.Dv or p.D], Spec(is_causal=p.queries > 1))[0]
 
 
-def _captured(implementation: Implementation, p: DecodeProblem, data: Data):
-    """Check the result, then capture calls into a CUDA graph; return it and their number."""
+class Captured(NamedTuple):
+    """Calls in a CUDA graph."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+    call: Call  # holds the memory that the graph reads, such as a peer's plan
+
+
+def _captured(implementation: Implementation, p: DecodeProblem, data: Data) -> Captured:
+    """Check the result, then capture calls into a CUDA graph."""
     caches = [tuple(data.view(x, p, implementation.layout) for x in pair) for pair in data.caches]
     with implementation.context():
         call = implementation.build(p, data)
@@ -76,7 +84,7 @@ def _captured(implementation: Implementation, p: DecodeProblem, data: Data):
         with torch.cuda.graph(graph):
             for n in range(calls):
                 call(data.q, *caches[n % data.count])
-    return graph, calls
+    return Captured(graph, calls, call)
 
 
 def measure(
@@ -93,11 +101,11 @@ def measure(
         except Exception as error:
             results[implementation.name] = failure(error)
     budget_ms /= ROUNDS
-    replays = {n: max(1, math.ceil(budget_ms / _replay(g, 1))) for n, (g, _) in graphs.items()}
+    replays = {n: max(1, math.ceil(budget_ms / _replay(c.graph, 1))) for n, c in graphs.items()}
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
-        for name, (graph, calls) in graphs.items():
-            samples[name].append(_replay(graph, replays[name]) * 1e3 / calls)
+        for name, captured in graphs.items():
+            samples[name].append(_replay(captured.graph, replays[name]) * 1e3 / captured.calls)
     return results | {name: statistics.median(us) for name, us in samples.items()}
 
 
