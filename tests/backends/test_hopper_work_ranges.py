@@ -244,6 +244,27 @@ def test_latent(kernels, seed):
     check(used[::width], items, expected)
 
 
+@pytest.mark.parametrize(
+    "B, keys, rows, number",
+    [
+        (32, 8192, 64, {4}),  # 4 ranges of 32 tiles each, as long as the longest of 132 equal ones
+        (32, 8100, 64, {4}),
+        (64, 8192, 64, {2}),  # 64 tiles in place of 63
+        (64, 8192, 16, {3, 4}),  # where few rows are merged, no range is longer
+        (20, 8192, 64, {7, 8}),  # 22 tiles in place of 20 would take longer
+        (132, 8192, 64, {1}),
+    ],
+)
+def test_latent_items_of_one_length_are_cut_alike(kernels, B, keys, rows, number):
+    array = (Int * B)(*[keys] * B)
+    params = LatentParams(ctypes.addressof(array), None, None, B, 1, 1, keys, 1, rows)
+    by_cta = splits_of(kernels["latent"], params, 132, B + 1)
+    check(by_cta, 1, [(0, -(-keys // 64))] * B)
+    assert {split[5] for splits in by_cta for split in splits} == number
+    if len(number) == 1:
+        assert max(map(len, by_cta)) == 1
+
+
 def check_combined(kernel, params, by_cta, rows, dim, warps, width, seed):
     """Rows and columns of every item with several splits are combined once, from all of these."""
     ctas, slot_rows = len(by_cta), params.slot_rows

@@ -31,7 +31,18 @@ DEVICE int packed_rows(const MlaParams& p) { return p.tokens * p.heads; }
 
 // A range of n tiles takes the time of n tiles. It cuts a batch row of N tiles into N / n splits, each of
 // which is written and merged in about 0.05 of a tile's time. The sum is least for n = sqrt(0.05 N).
+//
+// Items of one length are cut alike where no range becomes much longer, so that no CTA has parts of two items:
+// writing the results of 64 rows for the merge takes longer than attending a tile.
 DEVICE Partition partition_of(const MlaParams& p, int total, int shortest, int longest) {
-  const int least = max(1, (int)sqrtf(0.05f * (float)longest));
-  return {max(1, (int)min(gridDim.x / (u32)p.width, (u32)total / (u32)least)), total, 1};
+  const int least = max(1, (int)sqrtf(0.05f * (float)longest)),
+            groups = max(1, (int)min(gridDim.x / (u32)p.width, (u32)total / (u32)least)),
+            items = p.B * p.items;
+  if (shortest == longest && groups >= items) {
+    const int grain = ceil_div(longest, (u32)groups / (u32)items),
+              splits = ceil_div(longest, grain);
+    if (grain <= ceil_div(total, groups) + (packed_rows(p) + 32) / 64)
+      return {items * splits, total, grain, longest, splits};
+  }
+  return {groups, total, 1};
 }

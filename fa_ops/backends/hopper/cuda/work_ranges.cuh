@@ -18,24 +18,41 @@ struct BatchRow {
   int keys, begin, end, first, count;
 };
 
+DEVICE int ceil_div(int a, int b) { return (u32)(a + b - 1) / (u32)b; }
+
 struct Partition {
   int groups, steps, grain;  // into `groups` ranges, in steps of `grain` tiles
+  // If not 0: items of `item_tiles` tiles each, into `item_splits` ranges of `grain` tiles, the last the rest.
+  int item_tiles = 0, item_splits = 0;
 };
 
-// The tiles of all items, one item behind the other, cut into ranges as equal as possible. A range is empty
-// only where there are fewer steps than groups. Divisions are unsigned: signed ones take longer, and the
-// first copy waits for them.
+// The tiles of all items, one item behind the other, cut into ranges as equal as possible, or each item alike.
+// A range is empty only where there are fewer steps than groups. Divisions are unsigned: signed ones take
+// longer, and the first copy waits for them.
 struct WorkRanges {
   int grain, base, longer;  // `longer` ranges have base + 1 steps
+  int item_tiles, item_splits;
 
   DEVICE WorkRanges() {}
   DEVICE WorkRanges(Partition partition)
       : grain(partition.grain),
         base((u32)partition.steps / (u32)partition.groups),
-        longer(partition.steps - base * partition.groups) {}
-  DEVICE int start(int cta_group) const { return grain * (cta_group * base + min(cta_group, longer)); }
-  // The group whose range holds a tile, for a grain of one.
+        longer(partition.steps - base * partition.groups),
+        item_tiles(partition.item_tiles),
+        item_splits(partition.item_splits) {}
+  DEVICE int start(int cta_group) const {
+    if (item_splits) {
+      const int item = (u32)cta_group / (u32)item_splits, split = cta_group - item * item_splits;
+      return item * item_tiles + split * grain;
+    }
+    return grain * (cta_group * base + min(cta_group, longer));
+  }
+  // The group whose range holds a tile, for a grain of one or where items are cut alike.
   DEVICE int group_of(int tile) const {
+    if (item_splits) {
+      const int item = (u32)tile / (u32)item_tiles;
+      return item * item_splits + (u32)(tile - item * item_tiles) / (u32)grain;
+    }
     const int split = longer * (base + 1);
     return tile < split ? (u32)tile / (u32)(base + 1) : longer + (u32)(tile - split) / (u32)base;
   }
