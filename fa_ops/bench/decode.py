@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -26,7 +26,7 @@ from fa_ops.backends import reference
 from fa_ops.bench import report, timing
 from fa_ops.bench.decode_peers import PEERS, ours
 from fa_ops.bench.decode_problems import PRESETS, Data, DecodeProblem
-from fa_ops.bench.peers import Implementation, failure
+from fa_ops.bench.peers import Call, Implementation, failure
 from fa_ops.cli import options
 from fa_ops.types import Spec
 
