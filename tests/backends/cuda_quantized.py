@@ -71,7 +71,7 @@ static float e4m3(u32 x) {
   for (u32 i = values.size(); i < 256; i++) values.push_back(decoded(i));
   return values[x];
 }
-static u32 rounded_e4m3(float x) {  // weights are not negative
+static u32 rounded_size(float x) {
   if (x >= 448.f) return 126;
   u32 y = 0;
   for (u32 step = 64; step; step /= 2)
@@ -79,6 +79,7 @@ static u32 rounded_e4m3(float x) {  // weights are not negative
   const float below = x - e4m3(y), above = e4m3(y + 1) - x;
   return above < below || (above == below && y % 2) ? y + 1 : y;
 }
+static u32 rounded_e4m3(float x) { return rounded_size(fabsf(x)) | (std::signbit(x) ? 128 : 0); }
 static u32 pack_e4m3(float a, float b, float c, float d) {
   return rounded_e4m3(a) | rounded_e4m3(b) << 8 | rounded_e4m3(c) << 16 | rounded_e4m3(d) << 24;
 }
@@ -150,7 +151,7 @@ class Tensor(ctypes.Structure):
 def attention(folder: Path, name: str, defines: dict[str, int], threads: int) -> ctypes.CDLL:
     """The attention kernel with these macros, which `run` runs; it returns what went wrong."""
     ptx = cuda_cluster.PTX.replace("CTAS = 2, THREADS = 512", f"CTAS = 1, THREADS = {threads}")
-    ptx = _replaced(ptx, "// Copies, by maps", "static void atomic_add", MAPS)
+    ptx = _replaced(ptx, "// Copies, by maps", "static void atomic_add", MAPS) + BYTE_PERM
     ptx = _replaced(ptx, "// Products.", "static void wgmma_fence", PRODUCTS)
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     headers = {"wgmma.cuh": _products(defines)}
@@ -250,11 +251,6 @@ static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static void add_release(int* to, int x) { *to += x; }
 static int load_acquire(const int* from) { return *from; }
 static u32 atomicMax(u32* to, u32 x) { const u32 y = *to; *to = max(y, x); return y; }
-static u32 signed_e4m3(float x) { return rounded_e4m3(fabsf(x)) | (std::signbit(x) ? 128 : 0); }
-static u32 pack_signed(float a, float b, float c, float d) {
-  return signed_e4m3(a) | signed_e4m3(b) << 8 | signed_e4m3(c) << 16 | signed_e4m3(d) << 24;
-}
-#define pack_e4m3 pack_signed
 """
 
 

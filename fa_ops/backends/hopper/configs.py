@@ -142,6 +142,7 @@ class QuantizedConfig:
     stages: int = 3
     query_stages: int = 2  # 1: two work items share a slot of queries
     summed_keys: int = 1024  # whose products with values tensor cores add up
+    quantises_queries: bool = False  # which have 16 bits
     packs_queries: bool = False  # of sequences that follow one another
     copy_keys: int = 0  # that one copy brings from a page; 0: keys have no pages
 
@@ -169,6 +170,8 @@ class QuantizedConfig:
         keys = self.stages * self.block_n * (self.head_dim + self.value_features + ones)
         barriers = 2 * self.query_stages * (self.block_m // 64) + 4 * self.stages + 4
         queries = self.query_stages * self.block_m * self.head_dim
+        if self.quantises_queries:
+            queries += self.block_m * -(-self.head_features // 64) * 128
         totals = self.block_m * -(-self.value_features // 16) * 16 * 2
         work = _WORK_BYTES + (2 * 16 if self.packs_queries else 0)
         pages = 4 * self.stages if self.copy_keys else 0
@@ -180,6 +183,7 @@ class QuantizedConfig:
         if self.copy_keys:
             packed |= {"IS_PAGED": 1, "COPY_KEYS": self.copy_keys}
         return packed | {
+            "QUANTISES_QUERIES": int(self.quantises_queries),
             "HEAD_DIM": self.head_dim, "HEAD_FEATURES": self.head_features,
             "VALUE_FEATURES": self.value_features, "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n, "STAGES": self.stages, "QUERY_STAGES": self.query_stages,

@@ -30,13 +30,14 @@ _ALIGNMENT = 256
 class Addresses(NamedTuple):
     """Where the quantised tensors of a call lie, by address."""
 
-    query: int  # (B, Hq, Sq, D), int8 or e4m3
+    query: int  # (B, Hq, Sq, D), int8 or e4m3, or with 16 bits
     key: int  # (B, Hkv, Sk, D)
     value: int  # (B, Hkv, Dv, blocks of VALUE_BLOCK keys), e4m3, in the order of quantize.cu
     q_scale: int  # (B, Hq, Sq)
     k_scale: int  # (B, Hkv, 2 blocks), of SCALE_BLOCK keys each
     v_scale: int  # (B, Hkv, Dv)
     offset: int  # (B, Hq, Sq), what the scores lack, or 0
+    mean: int  # (B, Hkv, D), of the keys, or 0
     counter: int  # a word that is 0
 
 
@@ -48,19 +49,20 @@ class Quantizer:
 
     def __init__(
         self, dtype: torch.dtype, device: int, shapes, strides, scale: float, is_int8: bool,
-        subtracts_mean: bool, rotate: bool,
+        subtracts_mean: bool, rotate: bool, with_queries: bool = True,
     ):  # fmt: skip
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         self.blocks = -(-Sk // VALUE_BLOCK)
         self.strides = (Hq * Sq * D, Sq * D, D, 1), (Hkv * Sk * D, Sk * D, D, 1)
-        self._subtracts_mean = subtracts_mean
+        self._subtracts_mean, self._with_queries = subtracts_mean, with_queries
         largest, mean = B * Hkv * Dv, B * Hkv * D if subtracts_mean else 0
         tokens = B * Hq * Sq
+        quantised = tokens * with_queries
         self._counters = 4 * largest, 4 * (largest + B * Hkv)
         self._zeroed = largest + 2 * B * Hkv + 1
         sizes = (
-            4 * self._zeroed, 4 * mean, tokens * D, B * Hkv * Sk * D,
-            B * Hkv * Dv * self.blocks * VALUE_BLOCK, 4 * tokens, 8 * B * Hkv * self.blocks,
+            4 * self._zeroed, 4 * mean, quantised * D, B * Hkv * Sk * D,
+            B * Hkv * Dv * self.blocks * VALUE_BLOCK, 4 * quantised, 8 * B * Hkv * self.blocks,
             4 * largest, 4 * tokens if subtracts_mean else 0,
         )  # fmt: skip
         self._offsets, total = offsets_of(sizes)
@@ -69,7 +71,8 @@ class Quantizer:
         parts = max(1, min(-(-_CTAS * sms // (B * Hkv)), -(-Sk // SCALE_BLOCK)))
         of_keys = parts + subtracts_mean + -(-self.blocks // value_blocks(Dv))
         of_keys += -(-2 * self.blocks // _KEY_STEPS)
-        self._grid = B * (Hkv * of_keys + Hq * -(-Sq * lanes(D) // (THREADS * _QUERY_ROWS))), 1
+        query_parts = with_queries * -(-Sq * lanes(D) // (THREADS * _QUERY_ROWS))
+        self._grid = B * (Hkv * of_keys + Hq * query_parts), 1
         self._scalars = SCALARS.pack(
             *(*strides[0][:3], *strides[1][:3], *strides[2][:3]),
             *(B, Hq, Hq // Hkv, Sq, Sk, D, Dv, parts, scale, (D & -D) ** -0.5),
@@ -95,12 +98,22 @@ class Quantizer:
             mean = 0
         if not (self._subtracts_mean and with_offset):
             offset = 0
+        if not self._with_queries:
+            q8 = 0
         found = Addresses(
-            q8, k8, v8, q_scale, k_scale, v_scale, offset, largest + 4 * (self._zeroed - 1)
+            q8 or q.data_ptr(),
+            k8,
+            v8,
+            q_scale,
+            k_scale,
+            v_scale,
+            offset,
+            mean,
+            largest + 4 * (self._zeroed - 1),
         )
         params = ADDRESSES.pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), q8, k8, v8, q_scale, k_scale, v_scale,
-            offset, mean, largest, *(largest + at for at in self._counters),
+            offset if q8 else 0, mean, largest, *(largest + at for at in self._counters),
             address(tensors.kv_lens),
         ) + self._scalars  # fmt: skip
         self._kernel.launch(self._grid, stream, one_parameter(params))
@@ -122,8 +135,13 @@ def kernel_defines(
     return {
         "IS_BF16": int(dtype == torch.bfloat16), "IS_INT8": int(is_int8),
         "HEAD_LANES": lanes(D), "VALUE_LANES": lanes(Dv),
-        "ROTATED_BITS": (D & -D).bit_length() - 1 if rotate else 0,
+        "ROTATED_BITS": rotated_bits(D) if rotate else 0,
     }  # fmt: skip
+
+
+def rotated_bits(D: int) -> int:
+    """The binary logarithm of the features that are rotated together."""
+    return max((D & -D).bit_length() - 1, 0)
 
 
 def value_blocks(Dv: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -146,6 +147,8 @@ class QuantizedPlan:
         units = ScoreUnits.of(D, scale, softcap)
         is_int8 = dtype != E4M3 and qk_dtype in (None, torch.int8)
         config = quantized_config(D, Dv)
+        if dtype != E4M3 and max(D, Dv) <= 128:  # what shared memory holds
+            config = dataclasses.replace(config, query_stages=1, quantises_queries=True)
         self.device = device
         signs = dtype == E4M3
         if dtype == E4M3:
@@ -153,7 +156,7 @@ class QuantizedPlan:
         else:
             self.source = quantize.Quantizer(
                 dtype, device, shapes, strides, units.gradient, is_int8,
-                smooth_key and not softcap, rotate,
+                smooth_key and not softcap, rotate, not config.quantises_queries,
             )  # fmt: skip
         m_blocks = -(-Sq // config.block_m)
         tiles = B * Hq * m_blocks
@@ -163,7 +166,7 @@ class QuantizedPlan:
         defines = kernel_defines(
             config, dtype, is_int8, window=has_window, left=left < UNBOUNDED, kv_lens=has_lens,
             ranges=ranges is not None, softcap=softcap and softcap_kind(softcap), sinks=has_sinks,
-            signs=signs,
+            signs=signs, rotated=rotate * D,
         )  # fmt: skip
         self.kernel = kernel(
             "quantized", "quantized", device, config.threads, config.shared_bytes,
@@ -171,7 +174,8 @@ class QuantizedPlan:
         )  # fmt: skip
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
         self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
-        self.maps = _maps(shapes, self.source, config.block_n)
+        raw = strides[0] if config.quantises_queries else None
+        self.maps = _maps(shapes, self.source, config.block_n, raw)
         group = Hq // Hkv
         self.scalars = _SCALARS.pack(
             *(B, Hq, group, Sq, Sk, Dv, left, right, m_blocks, tiles),
@@ -194,7 +198,7 @@ class QuantizedPlan:
             eight, memory = self.source.run(q, k, v, tensors, stream, with_lse or sinks is not None)
             words = _ADDRESSES.pack(
                 out.data_ptr(), address(lse), eight.q_scale, eight.k_scale, eight.v_scale,
-                eight.offset, address(kv_lens), address(key_ranges), address(sinks),
+                eight.offset, eight.mean, address(kv_lens), address(key_ranges), address(sinks),
                 eight.counter if self.is_dynamic else 0,
             )  # fmt: skip
             q_map, k_map, v_map = self.maps
@@ -206,12 +210,21 @@ class QuantizedPlan:
 
 
 def _maps(
-    shapes: tuple[tuple[int, ...], ...], source: quantize.Quantizer | scaled.Scaled, block_n: int
+    shapes: tuple[tuple[int, ...], ...],
+    source: quantize.Quantizer | scaled.Scaled,
+    block_n: int,
+    raw: tuple[int, ...] | None,
 ) -> list[TensorMap]:
-    """Tensor maps of queries, keys and transposed values, for tiles of `block_n` keys."""
+    """Tensor maps of queries, keys and transposed values, for tiles of `block_n` keys.
+
+    `raw`: the strides of queries with 16 bits, whose map is of bytes.
+    """
     (B, Hkv, _, Dv), keys = shapes[2], source.blocks * quantize.VALUE_BLOCK
     of_queries, of_keys = zip(shapes, source.strides)
-    of_values = (B, Hkv, Dv, keys), (Hkv * Dv * keys, Dv * keys, keys, 1)
+    if raw:
+        B, Hq, Sq, D = shapes[0]
+        of_queries = (B, Hq, Sq, 2 * D), tuple(2 * x for x in raw)
+    of_values = (shapes[2][0], Hkv, Dv, keys), (Hkv * Dv * keys, Dv * keys, keys, 1)
     return [
         TensorMap(torch.uint8, *of_queries, 64),
         TensorMap(torch.uint8, *of_keys, block_n),
@@ -222,12 +235,12 @@ def _maps(
 def kernel_defines(
     config: QuantizedConfig, dtype: torch.dtype, is_int8: bool = True, *, window: bool = False,
     left: bool = False, kv_lens: bool = False, ranges: bool = False, softcap: int = 0,
-    sinks: bool = False, signs: bool = False,
+    sinks: bool = False, signs: bool = False, rotated: int = 0,
 ) -> dict[str, int]:  # fmt: skip
     """The macros of a kernel.
 
     `window`: causal or a window; `left`: the window has a left side; `signs`: scales may be
-    negative.
+    negative; `rotated`: features of queries that are rotated here.
     """
     return config.defines() | {
         "IS_BF16": int(dtype == torch.bfloat16),
@@ -239,6 +252,7 @@ def kernel_defines(
         "HAS_SOFTCAP": int(softcap),
         "HAS_SINKS": int(sinks),
         "HAS_SIGNS": int(signs),
+        "ROTATED_BITS": quantize.rotated_bits(rotated) if config.quantises_queries else 0,
     }
 
 

@@ -161,7 +161,7 @@ class PackedPlan:
             params = _PARAMS.pack(
                 q_map[eight.query], k_map[eight.key], v_map[eight.value],
                 out.data_ptr(), address(lse), eight.q_scale, eight.k_scale, eight.v_scale,
-                eight.offset, found.kv_lens, 0, address(sinks),
+                eight.offset, 0, found.kv_lens, 0, address(sinks),
                 eight.counter if self.is_dynamic else 0, self.scalars,
                 self.sequences.table(tensors), found.key_starts,
             )  # fmt: skip

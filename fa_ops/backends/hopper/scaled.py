@@ -65,7 +65,7 @@ class Scaled:
             address(tensors.kv_lens),
         ) + self._scalars  # fmt: skip
         self._kernel.launch(self._grid, stream, one_parameter(params))
-        found = Addresses(q.data_ptr(), k.data_ptr(), v8, q_scale, k_scale, v_scale, 0, counter)
+        found = Addresses(q.data_ptr(), k.data_ptr(), v8, q_scale, k_scale, v_scale, 0, 0, counter)
         return found, memory
 
 

@@ -90,7 +90,7 @@ class ScaledPacked:
             v8, q_scale, k_scale, v_scale, lens, starts, self._sequences.table(t), self._sizes,
         )  # fmt: skip
         self._kernel.launch(self._grid, stream, one_parameter(params))
-        found = Addresses(q.data_ptr(), k.data_ptr(), v8, q_scale, k_scale, v_scale, 0, counter)
+        found = Addresses(q.data_ptr(), k.data_ptr(), v8, q_scale, k_scale, v_scale, 0, 0, counter)
         return PackedAddresses(found, lens, starts), memory
 
 

@@ -9,6 +9,7 @@
 // Compile-time: IS_BF16 IS_INT8 HEAD_LANES VALUE_LANES ROTATED_BITS
 #include "quantize_params.cuh"
 
+#include "quantized_numbers.cuh"
 #include "transposed_values.cuh"
 
 constexpr int SCALE_BLOCK = 64, MEAN_KEYS = 1024;
@@ -17,8 +18,6 @@ constexpr int QUERY_UNITS = 4, QUERY_STEPS = 4;  // of ROWS queries each: in reg
 constexpr int QUERIES = ROWS * QUERY_UNITS * QUERY_STEPS;  // of a CTA
 constexpr int KEY_STEPS = 4, VALUE_BLOCKS = VALUE_LANES < 32 ? 2 : 1;  // blocks of a CTA
 constexpr int CTAS = HEAD_LANES * VALUE_LANES < 512 ? 3 : 2;  // on a multiprocessor: registers
-constexpr float SMALLEST = 7.888609052210118e-31f;  // 2^-100
-constexpr float INT8_LARGEST = 127.43f;
 
 DEVICE int keys_of_row(const QuantizeParams& p, int b) {
   return p.kv_lens ? max(0, min(p.kv_lens[b], p.Sk)) : p.Sk;
@@ -38,20 +37,6 @@ DEVICE u32 word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y :
 
 // Makes the compiler compute again what it has computed of these elements.
 DEVICE void forget(uint4& x) { asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)); }
-
-// The smallest power of two by which `largest` is at most 448, as an exponent with its bias.
-DEVICE int scale_exponent(float largest) {
-  const int bits = __float_as_int(fmaxf(largest, SMALLEST));
-  return min(max(((bits + 0x1FFFFF) >> 23) - 8, 1), 253);
-}
-
-// The nearest integers; the low byte of the sum with 1.5 * 2^23 is one in two's complement.
-DEVICE u32 pack_int8(float a, float b, float c, float d) {
-  constexpr float FIRST = 12582912.f;
-  const u32 low = __byte_perm(__float_as_int(a + FIRST), __float_as_int(b + FIRST), 0x0040);
-  const u32 high = __byte_perm(__float_as_int(c + FIRST), __float_as_int(d + FIRST), 0x0040);
-  return __byte_perm(low, high, 0x5410);
-}
 
 // What a CTA has in shared memory, by the work that it does.
 union Shared {
@@ -178,22 +163,9 @@ template <int LANES> DEVICE float largest_of_lanes(float y) {
 
 // Writes eight numbers; returns their scale.
 DEVICE float store8(unsigned char* to, const float (&x)[8], float largest, bool exists) {
-  u32 y[2];
-#if IS_INT8
-  largest = fmaxf(largest, SMALLEST);
-  const float scale = largest / INT8_LARGEST, inverse = INT8_LARGEST / largest;
-#else
-  const int exponent = scale_exponent(largest);
-  const float scale = __int_as_float(exponent << 23), inverse = __int_as_float(254 - exponent << 23);
-#endif
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const float a = x[4 * i] * inverse, b = x[4 * i + 1] * inverse, c = x[4 * i + 2] * inverse,
-                d = x[4 * i + 3] * inverse;
-    y[i] = IS_INT8 ? pack_int8(a, b, c, d) : pack_e4m3(a, b, c, d);
-  }
-  if (exists) *(uint2*)to = make_uint2(y[0], y[1]);
-  return scale;
+  const Scale found = scale_of(largest);
+  if (exists) *(uint2*)to = make_uint2(pack_numbers(x, found.inverse), pack_numbers(x + 4, found.inverse));
+  return found.scale;
 }
 
 // Eight features of the mean of a head's keys.
@@ -393,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
   launch_dependent_grids();
   int i = blockIdx.x;
   if (is_one_of(i, p.mean ? heads : 0)) find_mean(p, shared, i);
-  else if (is_one_of(i, p.B * p.Hq * q_parts)) quantize_queries(p, i / q_parts, i % q_parts);
+  else if (is_one_of(i, p.q8 ? p.B * p.Hq * q_parts : 0)) quantize_queries(p, i / q_parts, i % q_parts);
   else if (is_one_of(i, heads * p.parts)) find_largest(p, shared, i / p.parts, i % p.parts);
   else if (is_one_of(i, heads * v_parts)) quantize_values(p, shared, i / v_parts, i % v_parts);
   else quantize_keys(p, shared, i / k_parts, i % k_parts);

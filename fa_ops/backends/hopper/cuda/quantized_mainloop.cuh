@@ -10,6 +10,7 @@
 #pragma once
 #include "query_slots.cuh"
 #include "quantized_epilogue.cuh"
+#include "quantized_queries.cuh"
 #include "shared_totals.cuh"
 #include "wgmma.cuh"
 
@@ -68,7 +69,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
   DEVICE void release_keys(bool is_last) {
     if (lane == 0) mbar_arrive(barrier(sm.k_empty, k.stage));
     k.next();
-    if (is_last) release_queries();
+    if (is_last && !QUANTISES_QUERIES) release_queries();
   }
 
   DEVICE void release_queries() {
@@ -270,7 +271,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
   // No row of this consumer attends a key.
   DEVICE void skip_item() {
     meet();
-    release_queries();
+    if (!QUANTISES_QUERIES) release_queries();
     load_factors();
 #pragma unroll
     for (int i = 0; i < PRODUCTS; i++) t[i] = 0.f;
@@ -280,11 +281,13 @@ struct QuantizedConsumer : QuantizedEpilogue {
     const Tile& tile = item.tile;
     const int row = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
     range0 = row_range(p, tile, row, item.keys), range1 = row_range(p, tile, row + 8, item.keys);
+#if !QUANTISES_QUERIES
     const float* scales = p.q_scale + first_row(p, tile);
 #pragma unroll
     for (int r = 0; r < 2; r++)
       softmax.row_scale[r] =
           scales[min(row + 8 * r, queries_of(p, tile) - 1)] * (HAS_SOFTCAP ? 1.f : p.scale_log2);
+#endif
     key_scales = (const KeyScales*)(p.k_scale + first_key_scale(p, tile));
     softmax.reset();
     sums[0] = sums[1] = 0.f;
@@ -293,7 +296,32 @@ struct QuantizedConsumer : QuantizedEpilogue {
     // or each step would compute it again
     queries = opaque(descriptor_base(slot_at<Q_BYTES>(sm.q, slot), 16));
     mbar_wait(barrier(sm.q_full, slot), query_phase(work));
+#if QUANTISES_QUERIES
+    quantize_queries(tile);
+#endif
   }
+
+#if QUANTISES_QUERIES
+  DEVICE void quantize_queries(const Tile& tile) {
+    meet();  // all warps are done with the products of the queries before
+    const float* mean = p.mean + (long long)(tile.b * (p.Hq / p.group) + tile.h / p.group) * HEAD_FEATURES;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = (tid >> 5) * 16 + (lane >> 2) + 8 * r;
+      RowPart x;
+      load_row_part(x, slot_at<RAW_BYTES>(sm.raw, c), row, lane & 3);
+      if (p.offset) {  // each lane reads what it writes here
+        const float both = product_with_mean(x, mean, lane & 3);
+        if (row_of(tile, r) < p.Sq) p.offset[lse_at(tile, r)] = both * p.scale_log2 * LN2;
+      }
+      const float scale = quantize_row(x, slot_at<Q_BYTES>(sm.q, c), row, lane & 3);
+      softmax.row_scale[r] = scale * (HAS_SOFTCAP ? 1.f : p.scale_log2);
+    }
+    release_queries();
+    fence_async_shared();
+    meet();
+  }
+#endif
 
   DEVICE void run() {
     if (c == CONSUMERS - 1) pass_turn();  // the first is consumer 0's

@@ -8,10 +8,11 @@ struct QuantizedParams {
   TensorMap q, k, v;      // (B, Hq, Sq, D), (B, Hkv, Sk, D), and (B, Hkv, Dv, keys) as quantize.cu writes it
   Element* out;           // (B, Sq, Hq, Dv)
   float* lse;             // (B, Hq, Sq) or null
-  const float* q_scale;   // (B, Hq, Sq)
+  const float* q_scale;   // (B, Hq, Sq), unless queries are quantised here
   const float* k_scale;   // (B, Hkv, 2 blocks of keys): of each 64 keys
   const float* v_scale;   // (B, Hkv, Dv)
-  const float* offset;    // (B, Hq, Sq), what scores lack, or null
+  float* offset;          // (B, Hq, Sq), what scores lack, or null
+  const float* mean;      // (B, Hkv, D), of the keys, where offset is computed here
   const int* kv_lens;     // (B,) or null
   const int* key_ranges;  // (B|1, Hq|1, Sq|1, 2) or null, with the strides below
   const float* sinks;     // (Hq,) or null

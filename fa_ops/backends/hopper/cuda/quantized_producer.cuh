@@ -34,15 +34,21 @@ DEVICE void load_queries(const QuantizedParams& p, const QuantizedShared& sm, co
     const int slot = query_slot(work, c);
     const u32 bar = barrier(sm.q_full, slot);
     mbar_wait(barrier(sm.q_empty, slot), query_phase(work) ^ 1);
-    mbar_arrive_expect(bar, Q_BYTES);
+    mbar_arrive_expect(bar, QUANTISES_QUERIES ? RAW_BYTES : Q_BYTES);
 #if PACKED_QUERIES
     const int first = tile.first + tile.m0 + c * 64, b = 0;
 #else
     const int first = tile.m0 + c * 64, b = tile.b;
 #endif
+#if QUANTISES_QUERIES
+#pragma unroll
+    for (int x = 0; x < RAW_COLUMNS; x++)
+      tma_load(slot_at<RAW_BYTES>(sm.raw, c) + x * 64 * 128, p.q, bar, x * 128, first, tile.h, b);
+#else
 #pragma unroll
     for (int x = 0; x < QK_COLUMNS; x++)
       tma_load(slot_at<Q_BYTES>(sm.q, slot) + x * 64 * 128, p.q, bar, x * 128, first, tile.h, b);
+#endif
   }
 }
 

@@ -15,6 +15,12 @@ constexpr int QUERY_SLOTS = QUERY_STAGES * CONSUMERS;
 constexpr int ONES = SUMS_BY_PRODUCT ? 8 : 0;
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_FEATURES / 2;  // accumulator registers of a thread
 constexpr int PRODUCTS = OUTPUTS + ONES / 2;
+#if QUANTISES_QUERIES
+constexpr int RAW_COLUMNS = (HEAD_FEATURES + 63) / 64;  // of queries before, one swizzle atom each
+#else
+constexpr int RAW_COLUMNS = 0;
+#endif
+constexpr u32 RAW_BYTES = 64 * 128 * RAW_COLUMNS;
 constexpr u32 Q_BYTES = 64 * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM,
               V_COPY_BYTES = BLOCK_N * VALUE_FEATURES, V_BYTES = V_COPY_BYTES + BLOCK_N * ONES;
 // Of a consumer, what earlier blocks have added up to, in pieces of 16 bytes for each thread.
@@ -30,17 +36,19 @@ constexpr int READERS = 128 * CONSUMERS;  // threads that read a work item
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "as registers are divided");
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N == 128, "whole products, and keys of V in one swizzle atom");
 static_assert(VALUE_FEATURES % 8 == 0, "whole swizzle atoms");
+static_assert(!QUANTISES_QUERIES || (QUERY_STAGES == 1 && HEAD_DIM == 128), "a slot that is filled here");
 static_assert(QUERY_STAGES <= 2, "a slot for each of two work items");
 
 // Offsets in shared memory, in order. Barriers have one mbarrier for each slot.
 struct QuantizedShared {
-  u32 q, k, v, totals;
+  u32 q, raw, k, v, totals;  // raw: queries of 16 bits
   u32 q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty;
   u32 work, pages, end;  // pages: for each slot of keys, a bit for each copy whose page exists
 
   DEVICE constexpr explicit QuantizedShared(u32 base)
       : q(base),
-        k(q + QUERY_SLOTS * Q_BYTES),
+        raw(q + QUERY_SLOTS * Q_BYTES),
+        k(raw + CONSUMERS * RAW_BYTES),
         v(k + STAGES * K_BYTES),
         totals(v + STAGES * V_BYTES),
         q_full(totals + CONSUMERS * TOTAL_BYTES),
