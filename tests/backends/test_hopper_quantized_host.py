@@ -16,7 +16,7 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture
 def driver(driver):
-    driver.struct_bytes = 384 + 10 * 8 + 16 * 4
+    driver.struct_bytes = 384 + 11 * 8 + 16 * 4
     return driver
 
 
@@ -32,20 +32,19 @@ def test_a_16_bit_call_is_quantised_first(driver):
     words = struct.unpack_from("<15Q", driver.last("quantize")[1])
     assert words[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and words[14] == lens.data_ptr()
     # statistics of each key head: four CTAs for values, one for the mean; two blocks of 128 values,
-    # four of 64 keys, and one of 512 queries
-    assert driver.last("quantize")[0] == (2 * 2 * 5 + 2 * (2 * (1 + 1) + 4 * 1), 1)
+    # and four of 64 keys
+    assert driver.last("quantize")[0] == (2 * 2 * 5 + 2 * 2 * (1 + 1), 1)
     # two counters of each key head behind the largest values
     assert words[12] - words[11] == 4 * 2 * 2 * 64 and words[13] - words[12] == 4 * 2 * 2
     grid, params = driver.last("quantized")
     assert grid == (4, 1)  # of 24 tiles, on four multiprocessors
     maps = [struct.unpack_from("<Q", params, at)[0] for at in (0, 128, 256)]
-    assert maps == list(words[3:6])
-    found = struct.unpack_from("<10Q", params, 384)
-    assert (
-        found[:6] == (out.data_ptr(), lse.data_ptr(), *words[6:10]) and found[6] == lens.data_ptr()
-    )
-    assert found[9] != 0  # tiles are handed out on demand
-    assert struct.unpack_from("<6i", params, 464) == (2, 4, 2, 300, 200, 64)
+    assert maps == [q.data_ptr(), *words[4:6]] and words[3] == words[9] == 0  # queries stay
+    found = struct.unpack_from("<11Q", params, 384)
+    assert found[:2] == (out.data_ptr(), lse.data_ptr()) and found[7] == lens.data_ptr()
+    assert found[3:5] == words[7:9] and found[5] and found[6] == words[10]
+    assert found[10] != 0  # tiles are handed out on demand
+    assert struct.unpack_from("<6i", params, 472) == (2, 4, 2, 300, 200, 64)
 
 
 def test_prepared_calls_find_their_own_tensors(driver):
@@ -60,7 +59,7 @@ def test_prepared_calls_find_their_own_tensors(driver):
         words = struct.unpack_from("<15Q", driver.last("quantize")[1])
         assert words[:3] == tuple(t.data_ptr() for t in tensors) and words[14] == lens.data_ptr()
         found = struct.unpack_from("<10Q", driver.last("quantized")[1], 384)
-        assert found[:2] == (out.data_ptr(), 0) and found[6] == lens.data_ptr()
+        assert found[:2] == (out.data_ptr(), 0) and found[7] == lens.data_ptr()
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view_as(q).copy_(q)
     run(shifted, k, v, QuantizedTensors(sinks, lens))
     read = struct.unpack_from("<15Q", driver.last("quantize")[1])[0]
@@ -116,7 +115,8 @@ def test_the_mean_is_subtracted_unless_it_would_matter(driver, softcap, smooth, 
     how = Quantization(smooth_key=smooth)
     quantized.quantized_forward(q, k, v, how, Spec(softcap=softcap))
     words = struct.unpack_from("<15Q", driver.last("quantize")[1])
-    assert bool(words[9]) == bool(words[10]) == bool(has_offset)
+    found = struct.unpack_from("<7Q", driver.last("quantized")[1], 384)
+    assert bool(found[5]) == bool(words[10]) == bool(has_offset)
 
 
 def test_the_offset_is_computed_for_lse_and_sinks_only(driver):
@@ -125,8 +125,8 @@ def test_the_offset_is_computed_for_lse_and_sinks_only(driver):
         call = Call(QUANTIZED, q, k, v, Spec(sinks=sinks), quantization=Quantization())
         quantized.prepare(call)(q, k, v, QuantizedTensors(sinks), with_lse)
         words = struct.unpack_from("<15Q", driver.last("quantize")[1])
-        assert bool(words[9]) == (with_lse or sinks is not None) and words[10]
-        assert struct.unpack_from("<10Q", driver.last("quantized")[1], 384)[5] == words[9]
+        found = struct.unpack_from("<7Q", driver.last("quantized")[1], 384)
+        assert bool(found[5]) == (with_lse or sinks is not None) and found[6] == words[10] != 0
 
 
 def test_results_of_a_call_do_not_overlap(driver):
@@ -135,7 +135,7 @@ def test_results_of_a_call_do_not_overlap(driver):
     strides = [t.stride() for t in tensors]
     quantizer = quantize.Quantizer(torch.bfloat16, None, shapes, strides, 1.0, True, True, False)
     found, memory = quantizer.run(*tensors, QuantizedTensors(), 0, True)
-    sizes = 2 * 33 * 80, 65 * 80, 40 * 128, 4 * 66, 4 * 2, 4 * 40, 4 * 66, 4
+    sizes = 2 * 33 * 80, 65 * 80, 40 * 128, 4 * 66, 4 * 2, 4 * 40, 4 * 66, 4 * 80, 4
     spans = sorted((at, at + size) for at, size in zip(found, sizes))
     assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
     begin = memory.data_ptr()

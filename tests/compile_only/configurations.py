@@ -189,12 +189,13 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
 
 
 def _quantized(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:
-    config = configs.quantized_config(D, Dv)
+    config = configs.quantized_config(D, Dv, has_16_bits=True)
     for word in ("full", "causal", "window", "ranges", "lengths", "softcap", "sinks"):
         for numbers in ("int8", "e4m3") if word in ("full", "causal") else ("int8",):
             defines = quantized.kernel_defines(config, dtype, numbers == "int8", **FEATURES[word])
             label = f"quantized {name} {word} {numbers}"
             yield Configuration(label, "quantized", ("quantized",), defines)
+    config = configs.quantized_config(D, Dv)
     signs = quantized.kernel_defines(config, dtype, False, **CAUSAL, signs=True)
     yield Configuration(f"quantized {name} signs", "quantized", ("quantized",), signs)
     for rotate in (False, True):

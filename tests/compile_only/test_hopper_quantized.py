@@ -22,9 +22,9 @@ from tests.compile_only.test_hopper import assert_clean, compiled_entries  # noq
 CASES = [
     # the last number: bytes that are spilled, outside the loop over keys
     (64, 64, True, {}, 0),
-    (128, 128, True, {"window": True}, 0),
+    (128, 128, True, {"window": True}, 28),
     (128, 128, False, {"signs": True}, 12),
-    (128, 128, True, dict(window=True, left=True, ranges=True, softcap=1, sinks=True), 32),
+    (128, 128, True, dict(window=True, left=True, ranges=True, softcap=1, sinks=True), 48),
     (256, 256, False, {"window": True, "kv_lens": True}, 4),
     (64, 136, True, {}, 0),
     (80, 40, False, {"window": True, "left": True, "softcap": 1}, 0),
@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.mark.parametrize("D, Dv, is_int8, features, spilled", CASES)
 def test_forward(D, Dv, is_int8, features, spilled, tmp_path):
-    config = configs.quantized_config(D, Dv)
+    config = configs.quantized_config(D, Dv, has_16_bits="signs" not in features)
     defines = quantized.kernel_defines(config, torch.bfloat16, is_int8, **features)
     sass, log = compiled_entries(tmp_path, "quantized", [launch.Entry("quantized", 0)], defines)
     assert_clean(log, spilled)
@@ -50,9 +50,10 @@ def test_forward(D, Dv, is_int8, features, spilled, tmp_path):
     assert config.block_m == 192 or waits[2].count("MNMX") >= 32
     assert sass.count("UTMALDG") > 0 and sass.count("ELECT") == 1
     assert not unwritten_uniform_registers(sass)
-    # two of a thread's weights are rounded at once, and no integer is converted
-    weights = config.block_n // 2
-    assert sass.count("F2FP.SATFINITE.E4M3") == weights
+    # two of a thread's weights are rounded at once, and of its queries, and no integer is converted
+    weights, queries = config.block_n // 2, 16 * -(-D // 64)
+    in_kernel = config.quantises_queries and not is_int8
+    assert sass.count("F2FP.SATFINITE.E4M3") == weights + queries * in_kernel
     assert sass.count("F2FP.F16.E4M3") == (0 if config.sums_by_product else weights)
     assert "I2FP" not in sass
     # what is spilled is read once for a tile

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import torch
@@ -146,9 +145,7 @@ class QuantizedPlan:
         left, right, has_window = window_sides(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
         is_int8 = dtype != E4M3 and qk_dtype in (None, torch.int8)
-        config = quantized_config(D, Dv)
-        if dtype != E4M3 and max(D, Dv) <= 128:  # what shared memory holds
-            config = dataclasses.replace(config, query_stages=1, quantises_queries=True)
+        config = quantized_config(D, Dv, dtype != E4M3)
         self.device = device
         signs = dtype == E4M3
         if dtype == E4M3:

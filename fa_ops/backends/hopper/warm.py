@@ -119,13 +119,13 @@ def eight_bit_variants(
             defines = decode.kernel_defines(config, dtype, paged=page > 0)
             yield Variant("decode", _names(split_kv.entries_of("decode", config)), defines)
     for D in filter(quantized.has_head_dim, head_dims):
-        config = quantized_config(D, D)
         for window in (False, True):
+            config = quantized_config(D, D, has_16_bits=True)
             for dtype in dtypes:
                 defines = quantized.kernel_defines(config, dtype, window=window)
                 yield Variant("quantized", ("quantized",), defines)
             scale_defines = quantized.kernel_defines(
-                config, torch.bfloat16, is_int8=False, window=window, signs=True
+                quantized_config(D, D), torch.bfloat16, is_int8=False, window=window, signs=True
             )
             yield Variant("quantized", ("quantized",), scale_defines)
         for dtype in dtypes:
