@@ -5,7 +5,8 @@
 // fa_ops/backends/hopper/kernel_params.py reads this declaration.
 struct QuantizeParams {
   const Element *q, *k, *v;
-  unsigned char *q8, *k8, *v8;  // q8 may be null: not written; (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Dv, 128 blocks of keys)
+  // q8 may be null: not written
+  unsigned char *q8, *k8, *v8;  // (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Dv, 128 blocks of keys)
   float *q_scale, *k_scale, *v_scale;  // (B, Hq, Sq), (B, Hkv, 2 blocks of keys), (B, Hkv, Dv)
   float* offset;                       // (B, Hq, Sq), or null: not computed
   float* mean;                         // (B, Hkv, D), or null: not subtracted
