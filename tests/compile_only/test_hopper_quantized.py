@@ -93,7 +93,7 @@ def test_preparation_of_packed_tensors(Dv, is_paged, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "D, Dv, is_int8, rotate, spilled", [(128, 64, True, False, 0), (256, 256, False, True, 36)]
+    "D, Dv, is_int8, rotate, spilled", [(128, 64, True, False, 0), (256, 256, False, True, 80)]
 )
 def test_quantisation(D, Dv, is_int8, rotate, spilled, tmp_path):
     defines = quantize.kernel_defines(torch.float16, D, Dv, is_int8, rotate)
