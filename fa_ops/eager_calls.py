@@ -12,7 +12,7 @@ from torch import Tensor
 from fa_ops import planning
 from fa_ops.argument_types import checked_options, checked_packing
 from fa_ops.call import DENSE, PACKED, Call, PackedTensors
-from fa_ops.ops import autocast, autograd, dense, library, varlen
+from fa_ops.ops import autocast, autograd, dense, library, lookup, varlen
 from fa_ops.ops.library import Route
 from fa_ops.types import NO_TENSORS, DenseTensors, Spec
 
@@ -22,15 +22,12 @@ def attend(
     scalars: tuple, kind: str, with_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """out, or (out, lse), of a dense or a packed call; `scalars` are those of `planning.key_of`."""
-    route, geometry, plan = library.route_of(query, key, value, *tensors), None, None
+    route, plan, geometry = lookup.find(kind, query, key, value, tensors, scalars, True)
     if route is Route.AUTOCAST:
         cast = autocast.cast_attention
         return autocast.below(attend, cast, query, key, value, tensors, scalars, kind, with_lse)
     if route is Route.RECORD and tensors.alibi_slopes is not None:
         autograd.refuse_gradient_of(tensors.alibi_slopes)
-    if route is not Route.DISPATCH:
-        geometry = planning.key_of(kind, query, key, value, tensors, scalars)
-        plan = planning.prepared(geometry)
     if plan is None:
         options = checked_options(query, key, value, tensors, scalars)
         args = _positional(tensors, scalars, kind)

@@ -14,7 +14,7 @@ from fa_ops.argument_types import (
     sides,
 )
 from fa_ops.call import CACHED, CacheTensors, Call
-from fa_ops.ops import autocast, kv_cache, library
+from fa_ops.ops import autocast, kv_cache, library, lookup
 from fa_ops.ops.library import Route
 from fa_ops.types import Cache, Spec
 
@@ -148,21 +148,17 @@ def _attend(
     with_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """out, or (out, lse), of a call with these scalars, which are those of `planning.key_of`."""
-    route, plan = library.route_of(query, key_cache, value_cache, *tensors), None
+    route, plan, geometry = lookup.find(CACHED, query, key_cache, value_cache, tensors, scalars)
     if route is Route.AUTOCAST:
         given = query, key_cache, value_cache, tensors, scalars, with_lse
         return autocast.below(_attend, autocast.cast_cached, *given)
-    if route is Route.DIRECT:
-        geometry = planning.key_of(CACHED, query, key_cache, value_cache, tensors, scalars)
-        plan = planning.prepared(geometry)
     if plan is None:
         need_tensor("key_cache", key_cache)
         need_tensor("value_cache", value_cache)
         need_tensor("kv_lens", tensors.kv_lens)
         options = checked_options(query, key_cache, value_cache, tensors, scalars)
         cache, is_causal = checked_cache(tensors, *scalars[-3:]), scalars[0]
-        is_direct = route is Route.DIRECT and geometry is not None
-        if not (is_direct and library.is_strided(query, key_cache, value_cache, *tensors)):
+        if geometry is None or not library.is_strided(query, key_cache, value_cache, *tensors):
             out, lse = _by_operator(query, key_cache, value_cache, cache, is_causal, options)
             return (out, lse) if with_lse else out
         spec = Spec(None, 0.0, is_causal, **options)

@@ -53,7 +53,15 @@ class Prepared:
         self.run = run
         self.call = call  # without tensors
         self.scalars = scalars  # as `key_of` was given them
+        self.latest: Latest | None = None  # by which calls that repeat are recognised
         self.last_backward: Repeatable | None = None  # of a forward pass
+
+
+class Latest(NamedTuple):
+    """The last call with its options."""
+
+    found: tuple  # how it is run: an `ops.lookup.Found`
+    matches: Callable[..., bool]  # of tensors: whether they differ from its own in addresses alone
 
 
 class Repeatable(NamedTuple):
@@ -65,6 +73,7 @@ class Repeatable(NamedTuple):
 
 
 _prepared: dict[tuple, Prepared] = {}
+latest_calls: dict[tuple, Latest] = {}  # by options
 _plans: dict[tuple, Plan] = {}
 
 
@@ -128,6 +137,11 @@ def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
     return _keep(_prepared, key, Prepared(run, call.without_tensors(), scalars))
 
 
+def keep_latest(options: tuple, latest: Latest) -> None:
+    """Note the last call with these options."""
+    _keep(latest_calls, options, latest)
+
+
 def _keep(known: dict, key: tuple, value):
     if len(known) >= _LIMIT:
         known.clear()
@@ -138,6 +152,7 @@ def _keep(known: dict, key: tuple, value):
 def forget() -> None:
     """Drop all plans."""
     _prepared.clear()
+    latest_calls.clear()
     _plans.clear()
 
 
@@ -160,9 +175,13 @@ def plan_of(call: Call) -> Prepared:
 
 def settings(dtype: torch.dtype, mask_grad: bool) -> tuple:
     """What a backward pass depends on besides its tensors and the options of its forward pass."""
-    precision = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return dispatch.default, deterministic, precision, mask_grad
+    return dispatch.default, deterministic, precision_of(dtype), mask_grad
+
+
+def precision_of(dtype: torch.dtype) -> str | None:
+    """The precision of products of float32; None for other dtypes."""
+    return torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
 
 
 def prepared_backward(

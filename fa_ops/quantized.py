@@ -8,7 +8,7 @@ from torch import Tensor
 from fa_ops import dispatch, planning
 from fa_ops.argument_types import Window, checked_options, need_bool, sides
 from fa_ops.call import QUANTIZED, Call, PackedQuantizedTensors, QuantizedTensors
-from fa_ops.ops import autocast, library, quantized
+from fa_ops.ops import autocast, library, lookup, quantized
 from fa_ops.ops.library import Route
 from fa_ops.types import Quantization, Spec
 
@@ -136,18 +136,15 @@ def described(query, key, value, tensors: QuantizedTensors, scalars: tuple) -> C
 
 def _run(query, key, value, tensors: QuantizedTensors, scalars: tuple, with_lse: bool):
     need_bool("return_lse", with_lse)
-    route, geometry = library.route_of(query, key, value, *tensors), None
+    route, plan, geometry = lookup.find(QUANTIZED, query, key, value, tensors, scalars)
     if route is Route.AUTOCAST:
         given = query, key, value, tensors, scalars, with_lse
         return autocast.below(_run, autocast.cast_quantized, *given)
     if route is Route.RECORD:
         quantized.refuse_gradients(query, key, value, *tensors)
-    if route is Route.DIRECT:
-        geometry = planning.key_of(QUANTIZED, query, key, value, tensors, scalars)
-        plan = planning.prepared(geometry)
-        if plan is not None:
-            out, lse = plan.run(query, key, value, tensors, with_lse)
-            return (out, lse) if with_lse else out
+    if plan is not None:
+        out, lse = plan.run(query, key, value, tensors, with_lse)
+        return (out, lse) if with_lse else out
     call = described(query, key, value, tensors, scalars)
     if geometry is not None and library.is_strided(query, key, value, *tensors):
         plan = planning.prepare(geometry, call, scalars)

@@ -312,7 +312,7 @@ def cached_calls(monkeypatch):
 
     def prepared(key):
         keys.append(key)
-        return SimpleNamespace(run=lambda *args: calls.append(args) or ("out", "lse"))
+        return planning.Prepared(lambda *args: calls.append(args) or ("out", "lse"), None, ())
 
     monkeypatch.setattr(planning, "prepared", prepared)
     return calls, keys

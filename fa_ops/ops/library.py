@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import itemgetter
 
@@ -189,14 +189,24 @@ class Route(enum.Enum):
 
 
 def route_of(*tensors: Tensor | None) -> Route:
-    """The route of a call with these arguments, whatever their types.
+    """The route of a call with these arguments, whatever their types."""
+    return Route.DISPATCH if is_dispatched() else route_by_tensors(*tensors)
 
-    A call that is compiled is dispatched: its sizes may be symbolic, and plans are for eager calls.
-    The dispatcher may be left out where it would have nothing to do but call the kernel of a CPU or
-    of a CUDA device. It computes the negative of tensors that are lazily negated.
+
+def is_dispatched() -> bool:
+    """Whether every call is given to the dispatcher now, whatever its tensors.
+
+    A call that is compiled is: its sizes may be symbolic, and plans are for eager calls.
     """
-    if is_watched() or (in_functorch() or _dispatch_modes() or _is_traced()):
-        return Route.DISPATCH
+    return is_watched() or (in_functorch() or _dispatch_modes() or _is_traced())
+
+
+def route_by_tensors(*tensors: Tensor | None) -> Route:
+    """`route_of` where nothing but the tensors may need the dispatcher.
+
+    It may be left out where it would have nothing to do but call the kernel of a CPU or of a CUDA
+    device. It computes the negative of tensors that are lazily negated.
+    """
     recording, needs_grad = _is_grad_enabled(), False
     for t in tensors:
         if t is None:
@@ -273,25 +283,50 @@ def like(*tensors: Tensor | None) -> Callable[..., bool]:
     """
     if TensorGuards is None:
         return lambda *others: False
-    none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-    given = [i for i, t in enumerate(tensors) if t is not None]
-    if len({id(tensors[i]) for i in given}) < len(given):  # one test of all refuses a tensor twice
-        tests = [_is_none if t is None else TensorGuards(t, **none).check for t in tensors]
-        return lambda *others: all([test(t) for test, t in zip(tests, others)])
-    test, select = TensorGuards(*[tensors[i] for i in given], **none).check, itemgetter(*given)
+    (test, select), *repeated = _tests_of(tensors)
     absent = [i for i, t in enumerate(tensors) if t is None]
+    if not (repeated or absent):
+        return test
 
     def are_like(*others: Tensor | None) -> bool:
         for i in absent:
             if others[i] is not None:
                 return False
-        return test(*select(others))  # which refuses None
+        if not test(*select(others)):  # which refuses None
+            return False
+        for again, at in repeated:  # noqa: SIM110 - a generator takes longer
+            if not again(*at(others)):
+                return False
+        return True
 
     return are_like
 
 
-def _is_none(t: Tensor | None) -> bool:
-    return t is None
+def _tests_of(tensors: Sequence[Tensor | None]) -> list[tuple[Callable, Callable]]:
+    """Tests of others, each with what selects those that it tests.
+
+    One test refuses a tensor that is given twice, so those given n times are in n tests.
+    """
+    groups: list[dict[int, int]] = []  # of each test, positions by the tensors' identities
+    for i, t in enumerate(tensors):
+        if t is not None:
+            group = next((g for g in groups if id(t) not in g), None)
+            if group is None:
+                groups.append(group := {})
+            group[id(t)] = i
+    none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+    selected = [list(group.values()) for group in groups]
+    return [
+        (TensorGuards(*[tensors[i] for i in at], **none).check, _selector(at)) for at in selected
+    ]
+
+
+def _selector(positions: list[int]) -> Callable[[Sequence], Sequence]:
+    """What returns the elements of a tuple at these positions, a slice if it can."""
+    first, last = positions[0], positions[-1]
+    if positions == list(range(first, last + 1)):
+        return itemgetter(slice(first, last + 1))
+    return itemgetter(*positions)
 
 
 def without_autocast():

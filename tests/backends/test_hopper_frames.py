@@ -87,10 +87,11 @@ def operator():
     return partial(torch.ops.fa.attention, q, k, v)
 
 
-def cached():
-    q, k = (torch.zeros(1, 8, S, 64, dtype=torch.bfloat16) for S in (1, 600))
+def cached(append=False, **options):
+    q, k, v, new = (torch.zeros(1, 8, S, 64, dtype=torch.bfloat16) for S in (1, 600, 600, 1))
     lens = torch.full((1,), 600, dtype=torch.int32)
-    return partial(fa_ops.attention_with_kv_cache, q, k, k, lens)
+    options |= {"key": new, "value": new.clone()} if append else {}
+    return partial(fa_ops.attention_with_kv_cache, q, k, v, lens, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -107,21 +108,21 @@ def on_cpu(driver, monkeypatch):
 
 # A call, and how many functions it may enter when it is repeated.
 CALLS = {
-    "forward": (attention(), 11),
-    "with lse": (attention(return_lse=True), 11),
-    "causal": (attention(is_causal=True), 13),  # tiles are handed out on demand
-    "recorded": (attention(requires_grad=True), 12),
-    "bool mask": (attention(attn_mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)), 20),
-    "dropout": (attention(dropout_p=0.5), 29),
+    "forward": (attention(), 10),
+    "with lse": (attention(return_lse=True), 10),
+    "causal": (attention(is_causal=True), 12),  # tiles are handed out on demand
+    "recorded": (attention(requires_grad=True), 11),
+    "bool mask": (attention(attn_mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)), 19),
+    "dropout": (attention(dropout_p=0.5), 28),
     "operator": (operator(), 20),
-    "packed": (packed(), 23),
-    "packed, recorded": (packed(requires_grad=True), 26),
+    "packed": (packed(), 22),
+    "packed, recorded": (packed(requires_grad=True), 25),
     "packed operator": (packed(torch.ops.fa.attention_varlen), 32),
-    "decoding": (attention(Sq=1, Sk=600), 13),
-    "cached": (cached(), 13),
-    "recorded under autocast": (attention(requires_grad=True), 21),
-    "packed under autocast": (packed(requires_grad=True), 42),
-    "cached under autocast": (cached(), 20),
+    "decoding": (attention(Sq=1, Sk=600), 12),
+    "cached": (cached(), 12),
+    "recorded under autocast": (attention(requires_grad=True), 22),
+    "packed under autocast": (packed(requires_grad=True), 44),
+    "cached under autocast": (cached(), 22),
 }
 
 
@@ -129,9 +130,10 @@ CALLS = {
 def test_a_repeated_call_enters_few_functions(name):
     call, limit = CALLS[name]
     with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in name):
-        call()
+        for _ in range(2):
+            call()
         frames = counted(call)
-        assert 10 < frames.count <= limit and len(frames.files) <= 10, frames.entered
+        assert 8 < frames.count <= limit and len(frames.files) <= 10, frames.entered
         assert counted(call).entered == frames.entered
 
 
@@ -148,4 +150,4 @@ def test_a_repeated_backward_pass_enters_few_functions(autocast):
 def test_a_first_forward_enters_few_functions():
     call, limit = CALLS["forward"]
     frames = counted(call)
-    assert limit < frames.count <= 100 and len(frames.files) <= 17, frames.entered
+    assert limit < frames.count <= 102 and len(frames.files) <= 18, frames.entered

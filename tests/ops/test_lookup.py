@@ -1,0 +1,154 @@
+"""Repeated eager calls are recognised by comparing tensors with those of the last call."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops import planning
+from fa_ops.call import CACHED, DENSE, CacheTensors
+from fa_ops.ops import library, lookup
+from fa_ops.ops.library import Route
+from fa_ops.types import NO_TENSORS
+
+SCALARS = (False, 0.0, None, -1, -1, 0.0, False, None)
+
+
+def rand(*shape, **options):
+    return torch.randn(shape, **options)
+
+
+Q, K, V = rand(2, 2, 5, 8), rand(2, 2, 7, 8), rand(2, 2, 7, 8)
+LENS = torch.tensor([3, 7], dtype=torch.int32)
+SOME = NO_TENSORS._replace(kv_lens=LENS)
+HALVES = [x.bfloat16() for x in (Q, K, V)]
+# Calls of one kind that are not alike: query, key, value, optional tensors, scalars.
+CALLS = {
+    "plain": (Q, K, V, NO_TENSORS, SCALARS),
+    "other length": (Q, K[:, :, :6], V[:, :, :6], NO_TENSORS, SCALARS),
+    "other strides": (Q, K.transpose(1, 2).contiguous().transpose(1, 2), V, NO_TENSORS, SCALARS),
+    "other dtype": (*HALVES, NO_TENSORS, SCALARS),
+    "needs gradients": (Q.clone().requires_grad_(), K, V, NO_TENSORS, SCALARS),
+    "parameters": (torch.nn.Parameter(Q), K, V, NO_TENSORS, SCALARS),
+    "a tensor twice": (Q, K, K, NO_TENSORS, SCALARS),
+    "values in keys": (Q, K, K[..., :4], NO_TENSORS, SCALARS),
+    "narrow values": (Q, K, K.clone()[..., :4], NO_TENSORS, SCALARS),
+    "values in keys, bfloat16": (*HALVES[:2], HALVES[1][..., :4], NO_TENSORS, SCALARS),
+    "narrow values, bfloat16": (*HALVES[:2], HALVES[2][..., :4], NO_TENSORS, SCALARS),
+    "no strides": (Q, K.to_sparse(), V, NO_TENSORS, SCALARS),
+    "negated": (Q, K, torch.complex(V, V).conj().imag, NO_TENSORS, SCALARS),
+    "lengths": (Q, K, V, SOME, SCALARS),
+    "sinks": (Q, K, V, NO_TENSORS._replace(sinks=rand(2)), SCALARS),
+    "lengths and sinks": (Q, K, V, SOME._replace(sinks=rand(2)), SCALARS),
+    "causal": (Q, K, V, NO_TENSORS, (True, *SCALARS[1:])),
+    "1 for a bool": (Q, K, V, NO_TENSORS, (1, *SCALARS[1:])),
+    "an option of another type": (Q, K, V, NO_TENSORS, (False, 0, *SCALARS[2:])),
+    "an option that has no hash": (Q, K, V, NO_TENSORS, ([], *SCALARS[1:])),
+    "no tensor": (Q, None, V, NO_TENSORS, SCALARS),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch):
+    """Every geometry has a plan of its own."""
+    plans = {}
+
+    def prepared(key):
+        if key is None or any(type(x) is list for x in key[14]):
+            return None
+        return plans.setdefault(key, planning.Prepared(None, None, ()))
+
+    monkeypatch.setattr(planning, "prepared", prepared)
+    return plans
+
+
+def fresh(*call, kind=DENSE, has_gradient=True):
+    """What is found without any earlier call."""
+    planning.latest_calls.clear()
+    return lookup.find(kind, *call, has_gradient)
+
+
+@pytest.mark.parametrize("first", CALLS)
+def test_calls_that_are_not_alike_are_told_apart(first):
+    for second in CALLS:
+        expected = fresh(*CALLS[second])
+        planning.latest_calls.clear()
+        for name in (first, first, second, second, first, second):
+            found = lookup.find(DENSE, *CALLS[name], True)
+            if name == second:
+                assert found.route is expected.route and found.plan is expected.plan, second
+
+
+def test_settings_tell_calls_apart(monkeypatch):
+    call = CALLS["needs gradients"]
+
+    def found():
+        return [lookup.find(DENSE, *call, True) for _ in range(3)]
+
+    recorded = found()
+    with torch.no_grad():
+        direct = found()
+    assert [x.route for x in recorded + direct] == [Route.RECORD] * 3 + [Route.DIRECT] * 3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {x.route for x in found()} == {Route.AUTOCAST}
+        with library.without_autocast():
+            assert {x.route for x in found()} == {Route.RECORD}
+    with torch.profiler.profile():
+        assert {x.route for x in found()} == {Route.DISPATCH}
+    with fa_ops.use_backend("cpu"):
+        chosen = found()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="other"))
+        rounded = found()
+    plans = [x[0].plan for x in (recorded, chosen, rounded)]
+    assert len(set(map(id, plans))) == 3
+    assert found()[0].plan is plans[0]
+
+
+def test_calls_without_gradients_have_no_plan_that_records():
+    found = lookup.find(CACHED, *CALLS["needs gradients"][:3], CacheTensors(LENS), SCALARS)
+    assert found == (Route.RECORD, None, None)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("plain",), ("a tensor twice",), ("values in keys, bfloat16",), ("lengths and sinks",),
+     ("needs gradients",), ("plain", "causal"), ("plain", "lengths")],
+)  # fmt: skip
+def test_repeated_calls_describe_no_geometry(monkeypatch, names):
+    calls = [CALLS[name] for name in names]
+    for call in calls:
+        lookup.find(DENSE, *call, True)
+    monkeypatch.setattr(planning, "key_of", None)
+    for call in calls * 2:
+        again = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad)
+                 for t in call[3]]  # fmt: skip
+        tensors = call[3] if call[3] is NO_TENSORS else type(call[3])(*again)
+        assert lookup.find(DENSE, *call[:3], tensors, call[4], True).plan is not None
+
+
+def test_tensors_of_another_type_are_recognised_after_two_calls(monkeypatch):
+    for name in ("needs gradients", "needs gradients", "parameters", "parameters"):
+        lookup.find(DENSE, *CALLS[name], True)
+    monkeypatch.setattr(planning, "key_of", None)
+    assert lookup.find(DENSE, *CALLS["parameters"], True).route is Route.RECORD
+
+
+def test_alternating_geometries_are_compared_with_tests_that_exist(monkeypatch):
+    made, like = [], library.like
+    monkeypatch.setattr(library, "like", lambda *tensors: made.append(tensors) or like(*tensors))
+    names = itertools.islice(itertools.cycle(("plain", "other length")), 10)
+    for name in names:
+        lookup.find(DENSE, *CALLS[name], True)
+    assert len(made) == 2
+
+
+def test_a_test_of_tensors_given_several_times():
+    x, y, z = rand(3), rand(3), rand(4)
+    matches = library.like(x, y, x, None, x)
+    assert matches(x, y, x, None, x) and matches(y, x, y, None, x)
+    for others in ((z, y, x, None, x), (x, y, z, None, x), (x, y, x, None, z), (x, y, x, x, x),
+                   (x, y, x, None, None)):  # fmt: skip
+        assert not matches(*others)
