@@ -366,7 +366,7 @@ def _with_steps_before(run: Run, call: Call, step: Callable[[Tensors], Tensors] 
     if step is not None:
         run = _after(step, run, call)
     if call.kind == CACHED and call.cache.key is not None:
-        run = _checking_caches(run, written_caches.check_of(call.key, call.value))
+        run = written_caches.checking(run, call.key, call.value)
     rules = _rules_of_values(call)
     if rules is None:
         return run
@@ -389,14 +389,6 @@ def _after(step: Callable[[Tensors], Tensors], run: Run, call: Call) -> Run:
 def _can_read_values(q: Tensor) -> bool:
     """Whether the host may read tensors now, which a CUDA graph under capture forbids."""
     return q.device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
-
-
-def _checking_caches(run: Run, check: Callable) -> Run:
-    def checked(q, k, v, tensors, with_lse=True):
-        check(k, v, tensors)
-        return run(q, k, v, tensors, with_lse)
-
-    return checked
 
 
 def _checking_values(run: Run, rules: ModuleType) -> Run:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from fa_ops import overlap
-from fa_ops.call import CacheTensors
+from fa_ops.call import CacheTensors, Run
 from fa_ops.checks import need
 from fa_ops.types import Cache
 
@@ -37,16 +35,33 @@ def check(k: Tensor, v: Tensor, new: Cache | CacheTensors) -> None:
     need(is_same, "{}k_scale and v_scale must be the same tensor", beginning)
 
 
-def check_of(k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, CacheTensors], None]:
-    """`check` for all caches with the shapes and strides of these; fast where they lie apart."""
+def checking(run: Run, k: Tensor, v: Tensor) -> Run:
+    """`run` with `check` before it, for all caches with the geometry of these.
+
+    Fast where they lie apart, and where values are the first features of the keys.
+    """
     lowest, highest = -overlap.extent(v), overlap.extent(k)
-    apart: set[int] = set()  # distances of caches that are interleaved but share no byte
+    legal: set[int] = set()  # distances of caches within each other's bounds
 
-    def check_again(k: Tensor, v: Tensor, new: CacheTensors) -> None:
+    def checked(q: Tensor, k: Tensor, v: Tensor, new: CacheTensors, with_lse: bool = True):
         distance = v.data_ptr() - k.data_ptr()
-        if lowest < distance < highest and distance not in apart:
+        if lowest < distance < highest and (
+            distance not in legal or not (distance or _begin_together(new))
+        ):
             check(k, v, new)
-            if distance:
-                apart.add(distance)
+            legal.add(distance)
+        return run(q, k, v, new, with_lse)
 
-    return check_again
+    return checked
+
+
+def _begin_together(new: CacheTensors) -> bool:
+    """Whether new values and their scales begin where new keys and theirs do.
+
+    Then `check` finds of values in keys what it found of others with the same geometry.
+    """
+    scales = new.k_scale, new.v_scale
+    are_same = scales[0] is scales[1] or (
+        not any(t is None for t in scales) and scales[0].data_ptr() == scales[1].data_ptr()
+    )
+    return are_same and new.key.data_ptr() == new.value.data_ptr()

@@ -59,7 +59,10 @@ def _append(q, k, v, key, value, *args, **options):
 
 def written(k: Tensor, v: Tensor) -> None:
     """Increment the version counters of both caches; inference tensors have none."""
-    torch.autograd.graph.increment_version(tuple(t for t in (k, v) if not t.is_inference()))
+    caches = k, v
+    if k.is_inference() or v.is_inference():
+        caches = tuple(t for t in caches if not t.is_inference())
+    torch.autograd.graph.increment_version(caches)
 
 
 def _fake(q, k, v, *args, **options):

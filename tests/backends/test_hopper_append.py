@@ -13,7 +13,7 @@ import torch
 
 from fa_ops import dispatch, planning
 from fa_ops.backends import hopper, reference
-from fa_ops.backends.hopper import append, decode, launch
+from fa_ops.backends.hopper import append, decode, launch, split_kv
 from fa_ops.backends.hopper.launch import Params
 from fa_ops.call import APPEND, CACHED, CacheTensors, Call
 from fa_ops.testing.caches import CacheCase, random_cache_case
@@ -369,6 +369,43 @@ def test_the_attending_kernel_finds_what_was_written(on_hopper, rotary, page_siz
     (lens,) = struct.unpack_from("<Q", second.params, 384 + 4 * 8)
     assert (queries,) == found["rotated"] and (lens,) == found["ends"]
     assert (queries == q.data_ptr()) == (rotary == 0) and lens != t.kv_lens.data_ptr()
+
+
+@pytest.mark.parametrize("rotary", [0, 32])
+def test_what_is_written_for_one_call_is_behind_the_workspace(on_hopper, monkeypatch, rotary):
+    call, allocated, empty = decoding_call(rotary=rotary), [], split_kv.empty
+    monkeypatch.setattr(
+        split_kv, "empty", lambda *of: allocated.append(empty(*of)) or allocated[-1]
+    )
+    run = planning.plan_for(call._replace(backend="hopper")).prepare(call)
+    run(call.query, call.key, call.value, call.tensors, False)
+    (out, workspace), (first, *_) = allocated, on_hopper.launched
+    assert out.shape == call.query.shape and workspace.dtype == torch.uint8
+    own, begin = decode.plan_of(call.read_only()).family.workspace[0][0], workspace.data_ptr()
+    found = append._LAYOUT.unpack(first.params)
+    (rotated,), (ends,) = found["rotated"], found["ends"]
+    if rotary:
+        assert begin + own <= rotated <= ends - 2 * call.query.numel()
+        assert (rotated - begin) % 128 == 0
+    assert begin + own <= ends == begin + len(workspace) - 4 * len(call.query)
+    assert (ends - begin) % 128 == 0
+
+
+@pytest.mark.parametrize("rotary", [0, 32])
+def test_caches_that_are_copied_are_written_before(on_hopper, rotary):
+    call = decoding_call(rotary=rotary)
+    run = planning.plan_for(call._replace(backend="hopper")).prepare(call)
+    q, k, v = (in_own_memory(t, 1) for t in (call.query, call.key, call.value))
+    assert k.data_ptr() % 16 and k.stride() == call.key.stride()
+    run(q, k, v, call.tensors)
+    first, second, _ = on_hopper.launched
+    assert [first.name, second.name] == ["append", "decode"]
+    found = append._LAYOUT.unpack(first.params)
+    assert found["k"] == (k.data_ptr(),) and found["q"] == (q.data_ptr(),)
+    copied = decode._LAYOUT.unpack(second.params)
+    assert copied["k_rows"] not in (found["k"], (call.key.data_ptr(),))
+    assert copied["kv_lens"] == found["ends"]
+    assert (copied["q_rows"] == found["rotated"]) == (rotary > 0)
 
 
 def test_kernels_are_compiled_together(on_hopper, monkeypatch):

@@ -120,6 +120,11 @@ CALLS = {
     "packed operator": (packed(torch.ops.fa.attention_varlen), 32),
     "decoding": (attention(Sq=1, Sk=600), 12),
     "cached": (cached(), 12),
+    "appended": (cached(append=True), 20),
+    "appended, rotated": (
+        cached(append=True, rotary_cos=torch.zeros(600, 32), rotary_sin=torch.zeros(600, 32)),
+        20,
+    ),
     "recorded under autocast": (attention(requires_grad=True), 22),
     "packed under autocast": (packed(requires_grad=True), 44),
     "cached under autocast": (cached(), 22),

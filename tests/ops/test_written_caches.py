@@ -7,7 +7,7 @@ import torch
 
 import fa_ops
 from fa_ops import overlap, planning, written_caches
-from fa_ops.types import Cache
+from fa_ops.call import CacheTensors
 
 B, Hkv, S, D, Sn = 2, 2, 12, 16, 2
 LENS = torch.tensor([0, 7], dtype=torch.int32)
@@ -145,13 +145,40 @@ def test_repeated_calls_over_caches_that_lie_apart_compare_addresses_alone(monke
         overlap, "share_memory", lambda *of: compared.append(of) or share_memory(*of)
     )
     wide = memory(False, 2 * D)
-    check = written_caches.check_of(wide[..., :D], wide[..., D:])
+    caches = wide[..., :D], wide[..., D:]
+    run = written_caches.checking(lambda *args: args, *caches)
     for _ in range(3):
-        check(wide[..., :D], wide[..., D:], Cache())
+        assert run(None, *caches, CacheTensors(LENS), False) == (
+            None, *caches, CacheTensors(LENS), False
+        )  # fmt: skip
     assert len(compared) == 1
     own = memory(False, D), memory(False, D)
-    written_caches.check_of(*own)(*own, Cache())
+    written_caches.checking(lambda *args: None, *own)(None, *own, CacheTensors(LENS))
     assert len(compared) == 1
+
+
+@pytest.mark.parametrize("with_scales", [False, True])
+def test_repeated_calls_whose_values_are_in_keys_compare_addresses_alone(monkeypatch, with_scales):
+    checked, check = [], written_caches.check
+    monkeypatch.setattr(written_caches, "check", lambda *of: checked.append(of) or check(*of))
+    k, key, scale = memory(False, D), new(), torch.ones(B, Hkv)
+    scales = (scale, scale) if with_scales else (None, None)
+    run = written_caches.checking(lambda *args: None, k, k[..., :8])
+
+    def repeat(value, k_scale, v_scale):
+        tensors = CacheTensors(LENS, key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+        run(None, k, k[..., :8], tensors)
+
+    for _ in range(3):
+        repeat(key[..., :8], *scales)
+        assert len(checked) == 1
+    with pytest.raises(ValueError, match="value must be the same features of key"):
+        repeat(key.clone()[..., :8], *scales)
+    if with_scales:
+        repeat(key[..., :8], scale, scale.view(B, Hkv))
+        assert len(checked) == 2
+        with pytest.raises(ValueError, match="must be the same tensor"):
+            repeat(key[..., :8], scale, scale.clone())
 
 
 def test_empty_caches_share_nothing():

@@ -119,8 +119,8 @@ def _plan(call: Call) -> Plan:
     if call.saved is not None:
         return _backward_plan(call.kind)
     if call.kind == CACHED:
-        attend = _plan_of(_cache_module(q, k, v, call.cache))
-        return _appending(attend) if call.writes_cache else attend
+        module = _cache_module(q, k, v, call.cache)
+        return _appending(module) if call.writes_cache else _plan_of(module)
     if call.kind == PACKED:
         from fa_ops.backends.hopper import packed
 
@@ -133,10 +133,14 @@ def _plan(call: Call) -> Plan:
     return Plan("forward", dense_forward.prepare)
 
 
-def _appending(attend: Plan) -> Plan:
-    from fa_ops.backends.hopper import append
+def _appending(module: ModuleType) -> Plan:
+    from fa_ops.backends.hopper import append, prefill
 
-    return append_then_attend(Plan("append", append.prepare), attend)
+    attend = _plan_of(module)
+    if module is prefill:
+        return append_then_attend(Plan("append", append.prepare), attend)
+    prepare = functools.partial(append.prepare_before, module.plan_of)
+    return Plan(f"append, then {attend.kernel}", prepare)
 
 
 def _backward_plan(kind: str) -> Plan:

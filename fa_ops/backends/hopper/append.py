@@ -6,6 +6,12 @@ serves every length.
 
 from __future__ import annotations
 
+import functools
+import math
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -13,7 +19,6 @@ from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
     Entry,
     Params,
-    address,
     current_device,
     current_stream,
     empty,
@@ -24,10 +29,17 @@ from fa_ops.backends.hopper.split_kv import by_head, cache_sizes
 from fa_ops.call import CacheTensors, Call, Run
 from fa_ops.types import scales_of
 
+if TYPE_CHECKING:
+    from fa_ops.backends.hopper.split_kv import SplitKvPlan
+
 _LAYOUT = struct_layout("append.cu", "AppendParams")
-_ADDRESSES, _SIZES = _LAYOUT.packer("q", "sin"), _LAYOUT.packer("q_strides")
+_SIZES = _LAYOUT.packer("q_strides")
+# addresses that may be null, behind that of `ends`, and the tensors there
+_OPTIONAL = {"table": "page_table", "k_scale": "k_scale", "v_scale": "v_scale"}
+_OPTIONAL |= {"cos": "rotary_cos", "sin": "rotary_sin"}
 _E4M3 = torch.float8_e4m3fn
 _THREADS, _FEATURES = 128, 8  # of a CTA, and of a thread, as in cuda/append.cu
+_ALIGNMENT = 128  # of what is written for one call, in a workspace
 _MAX_ROWS = 2**31 - 1 - _THREADS  # new keys, values and queries
 
 
@@ -52,7 +64,25 @@ def prepare(call: Call) -> Run:
 
     It returns the queries, rotated if requested, and the lengths with the new keys.
     """
-    return _Appender(call).run
+    return Appender(call).run
+
+
+def prepare_before(plan_of: Callable[[Call], SplitKvPlan], call: Call) -> Run:
+    """What writes and rotates, then attends with the plan that `plan_of` makes of the rest."""
+    appender, rest = Appender(call), call.read_only()
+    if appender.rotates:  # rotated queries are a tensor of their own
+        rest = rest._replace(query=rest.query.new_empty(rest.query.shape))
+    plan = plan_of(rest)
+    appender.share(plan.family.workspace)
+    return functools.partial(plan.run, appender=appender)
+
+
+def _addresses(has_new: bool, given: list[str]) -> struct.Struct:
+    """Packs the addresses that are not null."""
+    names = list(_LAYOUT.fields)[: list(_LAYOUT.fields).index("q_strides")]
+    null = set() if has_new else {"key", "value", "ends"}
+    null |= _OPTIONAL.keys() - given
+    return struct.Struct("<" + "".join("8x" if name in null else "Q" for name in names))
 
 
 def _rows(call: Call) -> tuple[int, int]:
@@ -62,7 +92,7 @@ def _rows(call: Call) -> tuple[int, int]:
     return new, 0 if cache.rotary_cos is None else B * Hq * Sq
 
 
-class _Appender:
+class Appender:
     """The launch for calls of one geometry."""
 
     def __init__(self, call: Call) -> None:
@@ -84,30 +114,61 @@ class _Appender:
             table.stride(0) if paged else 0, scales_of(cache.k_scale, cache.v_scale, paged),
             positions, 2 * angles, cache.rotary_interleaved, new, queries, lanes_log2,
         )  # fmt: skip
-        self._params = Params(_ADDRESSES, sizes)
+        given = [name for name in _OPTIONAL if getattr(call.tensors, _OPTIONAL[name]) is not None]
+        self._params = Params(_addresses(new > 0, given), sizes)
+        self._given = [CacheTensors._fields.index(_OPTIONAL[name]) for name in given]
         self._device = q.device.index
         self._ctas = -(-(2 * new + queries) // (_THREADS >> lanes_log2))
-        self._rotated = ((B, Hq, Sq, D), (Hq * Sq * D, Sq * D, D, 1), q.dtype) if queries else None
+        self.rotates = queries > 0
+        self._rotated = (B, Hq, Sq, D), (Hq * Sq * D, Sq * D, D, 1), q.dtype
         self._ends = ((B,), (1,), torch.int32) if new else None
         defines = kernel_defines(q.dtype, k.dtype, cache.rotary_cos.dtype if is_rotated else None)
         entry = Entry("append", _THREADS)
         self._kernels = kernels("append", self._device, [entry], tuple(defines.items()))
 
+    def share(self, workspace: tuple) -> None:
+        """Add to a workspace: its size, strides and dtype, bytes. `launch` writes behind it."""
+        ((size,), *layout), (B, *rows), dtype = workspace, self._rotated[0], self._rotated[2]
+        self._rotated_at = -(-size // _ALIGNMENT) * _ALIGNMENT
+        rotated = B * math.prod(rows) * dtype.itemsize if self.rotates else 0
+        self._ends_at = self._rotated_at + -(-rotated // _ALIGNMENT) * _ALIGNMENT
+        self.workspace = (self._ends_at + 4 * B,), *layout
+
     def run(self, q: Tensor, k: Tensor, v: Tensor, t: CacheTensors) -> tuple[Tensor, Tensor]:
-        """Launch; returns queries and lengths."""
+        """Launch; returns queries and lengths, in memory of their own where they are not given."""
         if current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self.run(q, k, v, t)
-        queries = q if self._rotated is None else empty(*self._rotated)
-        ends = None if self._ends is None else empty(*self._ends)
-        params = self._params.take(
-            q.data_ptr(), queries.data_ptr(), address(t.key), address(t.value), k.data_ptr(),
-            v.data_ptr(), t.kv_lens.data_ptr(), address(ends), address(t.page_table),
-            address(t.k_scale), address(t.v_scale), address(t.rotary_cos), address(t.rotary_sin),
+        queries = empty(*self._rotated) if self.rotates else q
+        ends = t.kv_lens if self._ends is None else empty(*self._ends)
+        inputs, written = (q, k, v, t.kv_lens), (queries, ends)
+        self._launch(
+            *[x.data_ptr() for x in (*inputs, *written)], t, current_stream(self._device)
         )  # fmt: skip
-        launch_dependent(self._kernels, self._ctas, current_stream(self._device), params[1])
+        return queries, ends
+
+    def launch(
+        self, q: int, k: int, v: int, kv_lens: int, workspace: int, t: CacheTensors, stream: int
+    ) -> tuple[int, int]:
+        """Launch on the current device; takes addresses, returns those of queries and lengths."""
+        queries = workspace + self._rotated_at if self.rotates else q
+        ends = kv_lens if self._ends is None else workspace + self._ends_at
+        self._launch(q, k, v, kv_lens, queries, ends, t, stream)
+        return queries, ends
+
+    def _launch(
+        self, q: int, k: int, v: int, kv_lens: int, queries: int, ends: int, t: CacheTensors,
+        stream: int,
+    ) -> None:  # fmt: skip
+        rest = [t[i].data_ptr() for i in self._given]
+        if self._ends is None:
+            params = self._params.take(q, queries, k, v, kv_lens, *rest)
+        else:
+            params = self._params.take(
+                q, queries, t.key.data_ptr(), t.value.data_ptr(), k, v, kv_lens, ends, *rest
+            )
+        launch_dependent(self._kernels, self._ctas, stream, params[1])
         self._params.give_back(params)
-        return queries, t.kv_lens if ends is None else ends
 
 
 def kernel_defines(

@@ -74,7 +74,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[
 
 def prepare(call: Call) -> Run:
     """What runs cached calls with the geometry of this one."""
-    return _plan_of(call.query, call.key, call.value, *_options(call.cache, call.spec)).run
+    return plan_of(call).run
+
+
+def plan_of(call: Call) -> DecodePlan:
+    """The plan of a call that reads its cache."""
+    return _plan_of(call.query, call.key, call.value, *_options(call.cache, call.spec))
 
 
 def _options(cache: Cache, spec: Spec) -> tuple:
@@ -184,10 +189,11 @@ class DecodePlan(SplitKvPlan):
         return _plan_of(q, k, v, *self.family.options)
 
     def take_params(
-        self, inputs: tuple[int, int, int], outputs: tuple[int, ...], tensors: CacheTensors
-    ) -> tuple[tuple, object]:
+        self, inputs: tuple[int, int, int], kv_lens: int, outputs: tuple[int, ...],
+        tensors: CacheTensors,
+    ) -> tuple[tuple, object]:  # fmt: skip
         """The filled in parameters of a call, and what must live until the launch."""
-        kv_lens, table, ranges, slopes, sinks, _, _, k_scale, v_scale, *_ = tensors
+        _, table, ranges, slopes, sinks, _, _, k_scale, v_scale, *_ = tensors
         if ranges is not None:
             ranges = ranges.contiguous()
         if sinks is not None:
@@ -199,9 +205,9 @@ class DecodePlan(SplitKvPlan):
         if v_scale is not None:
             v_scale = v_scale.contiguous()
         family, (q, k, v) = self.family, inputs
-        kept = kv_lens, ranges, table, sinks, slopes, k_scale, v_scale
+        kept = ranges, table, sinks, slopes, k_scale, v_scale
         params = family.params.take(
-            family.q_map[q], self.k_map[k], self.v_map[v], *outputs,
+            family.q_map[q], self.k_map[k], self.v_map[v], *outputs, kv_lens,
             *[0 if t is None else t.data_ptr() for t in kept], self.scalars, *inputs, self.strides,
         )  # fmt: skip
         return params, kept

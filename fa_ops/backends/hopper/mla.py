@@ -61,7 +61,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[
 
 def prepare(call: Call) -> Run:
     """What runs cached calls with the geometry of this one."""
-    return _plan_of(call.query, call.key, *_options(call.cache, call.spec)).run
+    return plan_of(call).run
+
+
+def plan_of(call: Call) -> MlaPlan:
+    """The plan of a call that reads its cache."""
+    return _plan_of(call.query, call.key, *_options(call.cache, call.spec))
 
 
 def _options(cache: Cache, spec: Spec) -> tuple:
@@ -126,13 +131,14 @@ class MlaPlan(SplitKvPlan):
         return _plan_of(q, k, *self.family.options)
 
     def take_params(
-        self, inputs: tuple[int, int, int], outputs: tuple[int, ...], tensors: CacheTensors
-    ) -> tuple[tuple, object]:
+        self, inputs: tuple[int, int, int], kv_lens: int, outputs: tuple[int, ...],
+        tensors: CacheTensors,
+    ) -> tuple[tuple, object]:  # fmt: skip
         """The filled in parameters of a call; nothing else must live until the launch."""
         family, (q, k, _) = self.family, inputs
         params = family.params.take(
             family.q_map[q], self.k_map[k], *outputs,
-            address(tensors.kv_lens), address(tensors.page_table), self.scalars, q, k, self.strides,
+            kv_lens, address(tensors.page_table), self.scalars, q, k, self.strides,
         )  # fmt: skip
         return params, None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from fa_ops.backends.hopper.problem import MISALIGNED, limit_error, tma_aligned
 from fa_ops.call import CacheTensors
 from fa_ops.geometry import rows_are_aligned
 from fa_ops.types import ALIGNMENT, Cache, Spec, default_scale
+
+if TYPE_CHECKING:
+    from fa_ops.backends.hopper.append import Appender
 
 
 def cache_error(
@@ -96,12 +100,13 @@ class SplitKvPlan:
     kernels: tuple[launch.Kernel, ...]
 
     def take_params(
-        self, inputs: tuple[int, int, int], outputs: tuple[int, ...], tensors: CacheTensors
-    ) -> tuple[tuple, object]:
+        self, inputs: tuple[int, int, int], kv_lens: int, outputs: tuple[int, ...],
+        tensors: CacheTensors,
+    ) -> tuple[tuple, object]:  # fmt: skip
         """The filled in parameters of a call, and what must live until the launch.
 
-        `inputs` are the addresses of query, key and value; `outputs` those of out, lse, partial
-        sums and their statistics.
+        `inputs` are the addresses of query, key and value; `kv_lens` that of the lengths that the
+        kernels read; `outputs` those of out, lse, partial sums and their statistics.
         """
         raise NotImplementedError
 
@@ -110,24 +115,37 @@ class SplitKvPlan:
         raise NotImplementedError
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, with_lse: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """out and lse, which is None unless asked for."""
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, with_lse: bool = True,
+        appender: Appender | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """out and lse, which is None unless asked for.
+
+        `appender` is launched before: what it writes for this call alone is in the same workspace.
+        """
         family = self.family
         if current_device() != family.device:
             with torch.cuda.device(family.device):
-                return self.run(q, k, v, tensors, with_lse)
+                return self.run(q, k, v, tensors, with_lse, appender)
         q_at, k_at, v_at = inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (q_at | k_at | v_at) & MISALIGNED:
+            if appender is not None:
+                q, kv_lens = appender.run(q, k, v, tensors)
+                tensors = tensors._replace(kv_lens=kv_lens)
             q, k, v = map(tma_aligned, (q, k, v))
             return self.plan_of(q, k, v).run(q, k, v, tensors, with_lse)
-        out, workspace = empty(*family.out), empty(*family.workspace)
+        stream = current_stream(family.device)
+        out = empty(*family.out)
+        workspace = empty(*(family.workspace if appender is None else appender.workspace))
         lse = empty(*family.lse) if with_lse else None
         at = workspace.data_ptr()
         lse_at = at + family.lse_offset if lse is None else lse.data_ptr()
         outputs = out.data_ptr(), lse_at, at, at + family.stats_offset
-        params, kept = self.take_params(inputs, outputs, tensors)
-        launch_dependent(self.kernels, family.ctas, current_stream(family.device), params[1])
+        kv_lens = 0 if tensors.kv_lens is None else tensors.kv_lens.data_ptr()
+        if appender is not None:
+            q_at, kv_lens = appender.launch(*inputs, kv_lens, at, tensors, stream)
+            inputs = q_at, k_at, v_at
+        params, kept = self.take_params(inputs, kv_lens, outputs, tensors)
+        launch_dependent(self.kernels, family.ctas, stream, params[1])
         family.params.give_back(params)
         del kept
         return out, lse
