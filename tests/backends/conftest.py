@@ -40,6 +40,7 @@ class Launched(NamedTuple):
     grid: tuple[int, int]
     params: Any  # what `Driver.read` made of them
     thread: int
+    attributes: int  # how many: one of a programmatic dependent launch
 
 
 class Driver:
@@ -61,16 +62,12 @@ class Driver:
         """Grid and parameters of the last launch of that kernel."""
         return next(one[1:3] for one in reversed(self.launched) if one.name == name)
 
-    def cuLaunchKernel(self, function, x, y, z, *rest):
-        return self._launch("cuLaunchKernel", function, (x, y), rest[-2])
-
     def cuLaunchKernelEx(self, config, function, pointers, extra):
-        return self._launch("cuLaunchKernelEx", function, tuple(config._obj.grid)[:2], pointers)
-
-    def _launch(self, call, function, grid, pointers):
-        params = self.read(function, pointers)
-        self.launched.append(Launched(function, grid, params, threading.get_ident()))
-        return self._answer(call)
+        given, params = config._obj, self.read(function, pointers)
+        self.launched.append(
+            Launched(function, tuple(given.grid)[:2], params, threading.get_ident(), given.count)
+        )
+        return self._answer("cuLaunchKernelEx")
 
     def cuTensorMapEncodeTiled(self, out, dtype, rank, where, *rest):
         """A map is its tensor's address, followed by the other arguments."""

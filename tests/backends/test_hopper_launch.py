@@ -1,5 +1,6 @@
 """Driver calls of the Hopper backend, with a driver that answers as told."""
 
+import itertools
 import threading
 from functools import partial
 
@@ -19,24 +20,24 @@ def start():
 
 
 def test_a_thread_without_a_context_gets_the_runtimes(driver):
-    driver.answers["cuLaunchKernel"] = [201]
+    driver.answers["cuLaunchKernelEx"] = [201]
     start()
     assert driver.called == [
-        "cuLaunchKernel", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuLaunchKernel"
+        "cuLaunchKernelEx", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuLaunchKernelEx"
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("answers", [[700], [201, 201]])
 def test_other_failures_are_raised_at_once(driver, answers):
-    driver.answers["cuLaunchKernel"] = [*answers]
-    with pytest.raises(launch.DriverError, match=rf"cuLaunchKernel failed: .*\({answers[-1]}\)"):
+    driver.answers["cuLaunchKernelEx"] = [*answers]
+    with pytest.raises(launch.DriverError, match=rf"cuLaunchKernelEx failed: .*\({answers[-1]}\)"):
         start()
-    assert driver.answers == {"cuLaunchKernel": []}
+    assert driver.answers == {"cuLaunchKernelEx": []}
 
 
 def test_nothing_is_asked_where_a_context_is(driver):
     start()
-    assert driver.called == ["cuLaunchKernel"]
+    assert driver.called == ["cuLaunchKernelEx"]
 
 
 def test_tensor_maps_of_a_thread_without_a_context(driver):
@@ -143,8 +144,8 @@ def test_kernels_outside_of_a_plan_are_loaded_at_once(events):
     assert type(one) is type(two) is launch.Kernel and len(events) == 6
 
 
-@pytest.mark.parametrize("launched", ["launch", "dependent"])
-def test_a_kernel_that_another_thread_compiles_is_loaded_by_the_first_launch(events, launched):
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_kernel_that_another_thread_compiles_is_loaded_by_the_first_launch(events, dependent):
     asked = []
 
     def prepare(call):
@@ -156,10 +157,7 @@ def test_a_kernel_that_another_thread_compiles_is_loaded_by_the_first_launch(eve
     (one,) = asked
     assert events == ["begin one"]
     for _ in range(2):
-        if launched == "launch":
-            one.launch((1, 1), 0, None)
-        else:
-            launch._dependent_launches((one,), 1, 0)
+        one.launch((1, 1), 0, None, dependent)
         assert events == ["begin one", "wait one", "load one"]
 
 
@@ -197,3 +195,20 @@ def test_programs_are_compiled_at_the_same_time(monkeypatch):
     programs = [compiler.Program(source) for source in ("a", "b", "", "a")]
     assert compiler.compiled(programs) == [b"a", b"b", b"", b"a"]
     assert [code() for code in compiler.begin(programs)] == [b"a", b"b", b"", b"a"]
+
+
+def test_configurations_of_launches_are_kept(driver):
+    kernel = launch.Kernel("kernel", 128, 7)
+    grids = (1, 1), (2**31 - 1, 3)
+    launches = list(itertools.product(grids, (0, 2**40), (False, True)))
+    for _ in range(2):
+        for grid, stream, dependent in launches:
+            kernel.launch(grid, stream, None, dependent)
+            config = kernel._configs[grid, stream, dependent][0]._obj
+            assert [*config.grid] == [*grid, 1] and [*config.block] == [128, 1, 1]
+            assert (config.shared, config.stream or 0, config.count) == (7, stream, dependent)
+            assert bool(config.attributes) == dependent
+        assert len(kernel._configs) == len(launches)
+    for x in range(1, launch._MAX_CONFIGS + 2):
+        kernel.launch((x, 1), 0, None)
+    assert len(kernel._configs) <= launch._MAX_CONFIGS

@@ -23,7 +23,6 @@ from fa_ops.backends.hopper.launch import (
     current_stream,
     empty,
     kernels,
-    launch_dependent,
 )
 from fa_ops.backends.hopper.split_kv import by_head, cache_sizes
 from fa_ops.call import CacheTensors, Call, Run
@@ -118,13 +117,13 @@ class Appender:
         self._params = Params(_addresses(new > 0, given), sizes)
         self._given = [CacheTensors._fields.index(_OPTIONAL[name]) for name in given]
         self._device = q.device.index
-        self._ctas = -(-(2 * new + queries) // (_THREADS >> lanes_log2))
+        self._grid = -(-(2 * new + queries) // (_THREADS >> lanes_log2)), 1
         self.rotates = queries > 0
         self._rotated = (B, Hq, Sq, D), (Hq * Sq * D, Sq * D, D, 1), q.dtype
         self._ends = ((B,), (1,), torch.int32) if new else None
         defines = kernel_defines(q.dtype, k.dtype, cache.rotary_cos.dtype if is_rotated else None)
         entry = Entry("append", _THREADS)
-        self._kernels = kernels("append", self._device, [entry], tuple(defines.items()))
+        (self._kernel,) = kernels("append", self._device, [entry], tuple(defines.items()))
 
     def share(self, workspace: tuple) -> None:
         """Add to a workspace: its size, strides and dtype, bytes. `launch` writes behind it."""
@@ -167,7 +166,7 @@ class Appender:
             params = self._params.take(
                 q, queries, t.key.data_ptr(), t.value.data_ptr(), k, v, kv_lens, ends, *rest
             )
-        launch_dependent(self._kernels, self._ctas, stream, params[1])
+        self._kernel.launch(self._grid, stream, params[1], dependent=True)
         self._params.give_back(params)
 
 

@@ -27,7 +27,6 @@ from fa_ops.backends.hopper.launch import (
     current_stream,
     empty,
     kernels,
-    launch_dependent,
 )
 from fa_ops.backends.hopper.mask import MaskLayout, MaskPacker
 from fa_ops.backends.hopper.mask_gradient import mask_gradient
@@ -340,15 +339,12 @@ class BackwardPlan:
         """Launch the kernels of a call for which one kernel is not enough."""
         config, kernels = self.config, self.kernels
         kernels.preprocess.launch((self.heads, self.row_blocks), stream, params)
-        launch_dependent((kernels.products,), self.ctas, stream, params)
+        kernels.products.launch((self.ctas, 1), stream, params, dependent=True)
         if kernels.queries is not None:
             ctas = config.query_ctas(self.m_blocks) * self.heads
-            if config.is_wide:
-                launch_dependent((kernels.queries,), ctas, stream, params)
-            else:
-                kernels.queries.launch((ctas, 1), stream, params)
+            kernels.queries.launch((ctas, 1), stream, params, dependent=config.is_wide)
         if kernels.postprocess is not None:
-            launch_dependent((kernels.postprocess,), self.postprocess_ctas, stream, params)
+            kernels.postprocess.launch((self.postprocess_ctas, 1), stream, params, dependent=True)
 
     def row_sums(self, workspace: Tensor) -> Tensor:
         """(B, Hq, rows), rows from Sq on undefined."""

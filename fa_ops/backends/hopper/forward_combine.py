@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.kernel_params import kernel_layout
-from fa_ops.backends.hopper.launch import Params, address, empty, kernel, launch_dependent
+from fa_ops.backends.hopper.launch import Params, address, empty, kernel
 from fa_ops.backends.hopper.tiling import MAX_SPLITS
 
 _THREADS, _ROWS = 256, 8  # a warp for each row
@@ -31,8 +31,8 @@ class Combine:
             "MAX_SPLITS": MAX_SPLITS,
         }  # fmt: skip
         name = "forward_combine"
-        self._kernels = (kernel(name, name, device, _THREADS, 0, tuple(defines.items())),)
-        self._ctas = -(-rows // _ROWS)
+        self._kernel = kernel(name, name, device, _THREADS, 0, tuple(defines.items()))
+        self._grid = -(-rows // _ROWS), 1
         self._params = Params.of(_PARAMS, "splits", (splits, rows, Sq, Hq, Dv))
         self._parts = (splits * rows * (Dv + 1),), (1,), torch.float32
         self._lse_offset = splits * rows * Dv * 4
@@ -54,5 +54,5 @@ class Combine:
     ) -> None:  # fmt: skip
         """Launch behind the kernel that writes `parts`."""
         params = self._params.take(*parts[1:], address(sinks), out.data_ptr(), address(lse))
-        launch_dependent(self._kernels, self._ctas, stream, params[1])
+        self._kernel.launch(self._grid, stream, params[1], dependent=True)
         self._params.give_back(params)

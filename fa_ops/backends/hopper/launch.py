@@ -21,7 +21,7 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPE = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _SWIZZLE = {64: 2, 128: 3}  # by the bytes of a row
 PROMOTE_128B, PROMOTE_256B = 2, 3  # bytes that the L2 fetches at once
-_MAX_CACHED_MAPS = 256
+_MAX_CACHED_MAPS = _MAX_CONFIGS = 256
 
 
 # The raw handle costs a tenth of a torch.cuda.Stream; Triton uses it too.
@@ -232,22 +232,36 @@ class Kernel:
 
     def __init__(self, function: ctypes.c_void_p, threads: int, shared: int):
         self._function, self._threads, self._shared = function, threads, shared
+        self._configs: dict[tuple, tuple[object, ctypes.c_void_p]] = {}
 
-    def dependent(self, ctas: int, stream: int) -> tuple[object, ctypes.c_void_p]:
-        """The first arguments of cuLaunchKernelEx, for a programmatic dependent launch."""
-        config = _Config((ctas, 1, 1), (self._threads, 1, 1), self._shared, stream)
-        config.attributes, config.count = ctypes.addressof(_PROGRAMMATIC), 1
-        return ctypes.byref(config), self._function
+    def launch(
+        self, grid: tuple[int, int], stream: int, pointers: ctypes.Array, dependent: bool = False
+    ) -> None:
+        """`pointers` to the kernel's parameters; the driver copies them before this returns.
 
-    def launch(self, grid: tuple[int, int], stream: int, pointers: ctypes.Array) -> None:
-        """`pointers` to the kernel's parameters; the driver copies them before this returns."""
-        arguments = (
-            self._function, *grid, 1, self._threads, 1, 1, self._shared,
-            ctypes.c_void_p(stream), pointers, None,
-        )  # fmt: skip
-        status = driver().cuLaunchKernel(*arguments)
+        A `dependent` launch is a programmatic one: CTAs may start before the kernel before has
+        ended. The kernel waits for that itself before it accesses memory.
+        """
+        try:
+            config = self._configs[grid, stream, dependent]
+        except KeyError:
+            config = self.config(grid, stream, dependent)
+        status = driver().cuLaunchKernelEx(*config, pointers, None)
         if status:
-            _after_failure(status, "cuLaunchKernel", *arguments)
+            _after_failure(status, "cuLaunchKernelEx", *config, pointers, None)
+
+    def config(
+        self, grid: tuple[int, int], stream: int, dependent: bool
+    ) -> tuple[object, ctypes.c_void_p]:
+        """The first arguments of cuLaunchKernelEx, kept because they take 2 us to make."""
+        config = _Config((*grid, 1), (self._threads, 1, 1), self._shared, stream)
+        if dependent:
+            config.attributes, config.count = ctypes.addressof(_PROGRAMMATIC), 1
+        if len(self._configs) >= _MAX_CONFIGS:
+            self._configs.clear()
+        found = ctypes.byref(config), self._function
+        self._configs[grid, stream, dependent] = found
+        return found
 
 
 class CompiledLater(Kernel):
@@ -256,6 +270,7 @@ class CompiledLater(Kernel):
     def __init__(
         self, entry: Entry, device: int, program: compiler.Program, code: Callable[[], bytes]
     ) -> None:
+        super().__init__(ctypes.c_void_p(), entry.threads, entry.shared)
         self._entry, self._device, self._program, self._code = entry, device, program, code
         self._loading = threading.Lock()
 
@@ -275,36 +290,28 @@ class CompiledLater(Kernel):
             self._program = self._code = None  # the texts of many headers, and machine code
             self.__class__ = Kernel
 
-    def dependent(self, ctas: int, stream: int) -> tuple[object, ctypes.c_void_p]:
+    def config(
+        self, grid: tuple[int, int], stream: int, dependent: bool
+    ) -> tuple[object, ctypes.c_void_p]:
         """As of a loaded kernel."""
         self.load()
-        return Kernel.dependent(self, ctas, stream)
-
-    def launch(self, grid: tuple[int, int], stream: int, pointers: ctypes.Array) -> None:
-        """As of a loaded kernel."""
-        self.load()
-        Kernel.launch(self, grid, stream, pointers)
+        return Kernel.config(self, grid, stream, dependent)
 
 
 def launch_dependent(
-    kernels: tuple[Kernel, ...], ctas: int, stream: int, pointers: ctypes.Array
+    kernels: tuple[Kernel, ...], grid: tuple[int, int], stream: int, pointers: ctypes.Array
 ) -> None:
-    """Launch kernels with the same parameters, by programmatic dependent launch.
-
-    The CTAs of each may start before the kernel before it has ended. The kernel waits for that
-    itself before it accesses memory.
-    """
+    """Launch kernels with the same grid and parameters, by programmatic dependent launches."""
     start = driver().cuLaunchKernelEx
-    for one in _dependent_launches(kernels, ctas, stream):
-        status = start(*one, pointers, None)
+    for config in _configs(kernels, grid, stream):
+        status = start(*config, pointers, None)
         if status:
-            _after_failure(status, "cuLaunchKernelEx", *one, pointers, None)
+            _after_failure(status, "cuLaunchKernelEx", *config, pointers, None)
 
 
-@functools.lru_cache(maxsize=256)
-def _dependent_launches(kernels: tuple[Kernel, ...], ctas: int, stream: int) -> list[tuple]:
-    """Launch configurations, cached because each takes 2 us to make."""
-    return [one.dependent(ctas, stream) for one in kernels]
+@functools.lru_cache(maxsize=_MAX_CONFIGS)
+def _configs(kernels: tuple[Kernel, ...], grid: tuple[int, int], stream: int) -> list[tuple]:
+    return [one.config(grid, stream, True) for one in kernels]
 
 
 def pointers_to(*params: ctypes._CData) -> ctypes.Array:

@@ -16,7 +16,6 @@ from fa_ops.backends.hopper.launch import (
     current_stream,
     empty,
     kernel,
-    launch_dependent,
     on_device,
     one_parameter,
 )
@@ -159,7 +158,7 @@ class QuantizedPlan:
         tiles = B * Hq * m_blocks
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         is_uneven = Sq % config.block_m > 0 or has_window or has_lens or bool(ranges)
-        self.is_dynamic, self.grid = is_uneven and tiles > sms, min(tiles, sms)
+        self.is_dynamic, self.grid = is_uneven and tiles > sms, (min(tiles, sms), 1)
         defines = kernel_defines(
             config, dtype, is_int8, window=has_window, left=left < UNBOUNDED, kv_lens=has_lens,
             ranges=ranges is not None, softcap=softcap and softcap_kind(softcap), sinks=has_sinks,
@@ -201,7 +200,7 @@ class QuantizedPlan:
             q_map, k_map, v_map = self.maps
             maps = q_map[eight.query] + k_map[eight.key] + v_map[eight.value]
             params = one_parameter(maps + words + self.scalars + _NO_SEQUENCES)
-            launch_dependent((self.kernel,), self.grid, stream, params)
+            self.kernel.launch(self.grid, stream, params, dependent=True)
             del memory  # what runs later in this stream may use it
         return out, lse
 

@@ -20,7 +20,6 @@ from fa_ops.backends.hopper.launch import (
     current_stream,
     empty,
     kernel,
-    launch_dependent,
     on_device,
     one_parameter,
     processors,
@@ -123,8 +122,8 @@ class PackedPlan:
         v_strides = v_strides[0], v_strides[2], v_strides[1]  # pages, heads, tokens
         self.source = ScaledPacked(device, sequences, (Hq, Hkv), Dv, v_strides, scales)
         tiles = Hq * (T // config.block_m + sequences.count + 2)
-        self.grid = min(tiles, processors(device))
-        self.is_dynamic = tiles > self.grid
+        ctas = min(tiles, processors(device))
+        self.is_dynamic, self.grid = tiles > ctas, (ctas, 1)
         defines = packed_defines(
             config, window=has_window, left=left < UNBOUNDED,
             softcap=softcap and softcap_kind(softcap), sinks=has_sinks,
@@ -165,7 +164,7 @@ class PackedPlan:
                 eight.counter if self.is_dynamic else 0, self.scalars,
                 self.sequences.table(tensors), found.key_starts,
             )  # fmt: skip
-            launch_dependent((self.kernel,), self.grid, stream, one_parameter(params))
+            self.kernel.launch(self.grid, stream, one_parameter(params), dependent=True)
             del memory  # what runs later in this stream may use it
         return out, lse
 

@@ -73,6 +73,7 @@ class SplitKvFamily:
         B, Hq, Sq, Dv = out_shape
         self.device, self.block_n, self.options = device, config.block_n, options
         self.ctas = processors(device)
+        self.grid = self.ctas, 1
         entries = entries_of(kind, config)
         self.kernels = launch.kernels(kind, device, entries, tuple(defines.items()))
         self.q_map = q_map
@@ -145,7 +146,7 @@ class SplitKvPlan:
             q_at, kv_lens = appender.launch(*inputs, kv_lens, at, tensors, stream)
             inputs = q_at, k_at, v_at
         params, kept = self.take_params(inputs, kv_lens, outputs, tensors)
-        launch_dependent(self.kernels, family.ctas, stream, params[1])
+        launch_dependent(self.kernels, family.grid, stream, params[1])
         family.params.give_back(params)
         del kept
         return out, lse
