@@ -37,7 +37,7 @@ def attend(
         plan = planning.prepare(geometry, call, scalars)
     if route is Route.RECORD:
         operators = dense.OPERATORS if kind == DENSE else varlen.OPERATORS
-        recording = autograd.Recording(operators, plan, with_lse)
+        recording = autograd.Recording(operators, plan, with_lse, type(tensors))
         others = () if tensors is NO_TENSORS else tensors
         return autograd.Attention.apply(recording, query, key, value, *others)
     out, lse = plan.run(query, key, value, tensors, with_lse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from fa_ops import checks, planning
 from fa_ops.call import Call, Saved, Tensors
 from fa_ops.ops import library
 from fa_ops.planning import Prepared, Repeatable
-from fa_ops.types import NO_TENSORS, Gradients, keywords
+from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, keywords
 
 
 class Operators(NamedTuple):
@@ -55,6 +55,7 @@ class Recording(NamedTuple):
     operators: Operators
     plan: Prepared
     with_lse: bool
+    named: type[Tensors]  # the optional tensors, in order
 
 
 def without_gradient(operator: OpOverload, keyset, call: Call, with_lse: bool, *args, **options):
@@ -80,7 +81,7 @@ def record(
         run = partial(_redispatch, operators.forward, keyset, options)
         plan = Prepared(run, options, planning.scalars_of(call))
     tensors = () if call.tensors is NO_TENSORS else call.tensors
-    recording = Recording(operators, plan, with_lse)
+    recording = Recording(operators, plan, with_lse, type(call.tensors))
     return library.apply(Attention, recording, call.query, call.key, call.value, *tensors)
 
 
@@ -99,7 +100,7 @@ class Attention(library.SingleLevelFunction):
     @staticmethod
     def forward(ctx, recording, q, k, v, *tensors):
         """Run the forward plan and save its tensors."""
-        named = _named(recording.plan.call, tensors) if tensors else NO_TENSORS
+        named = recording.named(*tensors) if tensors else NO_TENSORS
         out, lse = recording.plan.run(q, k, v, named, True)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.recording = recording
@@ -119,17 +120,12 @@ class Attention(library.SingleLevelFunction):
             return _gradients(ctx.recording, ctx.needs_input_grad, given, others)
 
 
-def _named(call: Call, tensors: Sequence[Tensor | None]) -> Tensors:
-    return type(call.tensors)(*tensors)
-
-
 def _gradients(recording: Recording, needs: tuple, given: tuple, others: list) -> tuple:
     """Those of the arguments of `Attention.forward`, of which `needs` tells which need one."""
-    plan, tensors, mask_grad = recording.plan, NO_TENSORS, False
+    plan, tensors, mask_grad, is_needed = recording.plan, NO_TENSORS, False, needs[4:]
     if others:
-        tensors = _named(plan.call, others)
-        is_needed = dict(zip(tensors._fields, needs[4:], strict=True))
-        mask_grad = is_needed.get("attn_mask", False)
+        tensors = recording.named(*others)
+        mask_grad = recording.named is DenseTensors and is_needed[0]
     last = plan.last_backward
     # what ran the last backward pass of the plan, if this one differs in addresses alone
     if (
@@ -141,9 +137,10 @@ def _gradients(recording: Recording, needs: tuple, given: tuple, others: list) -
         grads = last.run(*given, tensors)
     else:
         grads = _planned_gradients(recording, mask_grad, given, tensors)
-    if not others:
-        return None, *grads[:3]
-    of_others = [getattr(grads, name) if needed else None for name, needed in is_needed.items()]
+    if True not in is_needed:
+        return None, *grads[:3], *[None] * len(others)
+    names = zip(recording.named._fields, is_needed, strict=True)
+    of_others = [getattr(grads, name) if needed else None for name, needed in names]
     return None, *grads[:3], *of_others
 
 

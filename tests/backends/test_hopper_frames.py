@@ -112,12 +112,12 @@ CALLS = {
     "with lse": (attention(return_lse=True), 10),
     "causal": (attention(is_causal=True), 12),  # tiles are handed out on demand
     "recorded": (attention(requires_grad=True), 11),
-    "bool mask": (attention(attn_mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)), 19),
-    "dropout": (attention(dropout_p=0.5), 28),
+    "bool mask": (attention(attn_mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)), 17),
+    "dropout": (attention(dropout_p=0.5), 26),
     "operator": (operator(), 20),
-    "packed": (packed(), 22),
-    "packed, recorded": (packed(requires_grad=True), 25),
-    "packed operator": (packed(torch.ops.fa.attention_varlen), 32),
+    "packed": (packed(), 18),
+    "packed, recorded": (packed(requires_grad=True), 19),
+    "packed operator": (packed(torch.ops.fa.attention_varlen), 28),
     "decoding": (attention(Sq=1, Sk=600), 12),
     "cached": (cached(), 12),
     "appended": (cached(append=True), 20),
@@ -126,7 +126,7 @@ CALLS = {
         20,
     ),
     "recorded under autocast": (attention(requires_grad=True), 22),
-    "packed under autocast": (packed(requires_grad=True), 44),
+    "packed under autocast": (packed(requires_grad=True), 38),
     "cached under autocast": (cached(), 22),
 }
 

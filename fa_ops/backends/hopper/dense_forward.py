@@ -269,10 +269,18 @@ class ForwardPlan:
         written = None, out.data_ptr(), 0 if lse is None else lse.data_ptr()
         if self.combine is not None:
             written = self.combine.parts()
-        rows = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        rows, addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr()), _NO_ADDRESSES
+        if tensors is not NO_TENSORS:
+            _, slopes, sinks, lens, ranges, *_ = tensors
+            addresses = (
+                0 if lens is None else lens.data_ptr(),
+                0 if ranges is None else ranges.data_ptr(),
+                0 if sinks is None else sinks.data_ptr(),
+                0 if slopes is None else slopes.data_ptr(),
+            )
         params = self.params.take(
             *map(getitem, self.maps, rows), *written[1:],
-            *(_NO_ADDRESSES if tensors is NO_TENSORS else _addresses(tensors)),
+            *addresses,
             0 if bits is None else bits.data_ptr(), *self.mask_strides,
             0 if counter is None else counter.data_ptr(), *rows,
         )  # fmt: skip
@@ -349,12 +357,6 @@ def _maps(
         TensorMap(dtype, *swapped, rows=config.packed_heads, heads=config.consumer_queries),
         *maps,
     ]
-
-
-def _addresses(tensors: DenseTensors) -> Sequence[int]:
-    """Those of kv_lens, key_ranges, sinks and slopes."""
-    _, slopes, sinks, lens, ranges, *_ = tensors
-    return [0 if t is None else t.data_ptr() for t in (lens, ranges, sinks, slopes)]
 
 
 def kernel_defines(

@@ -15,10 +15,9 @@ from fa_ops.backends.hopper.kernel_params import kernel_layout
 from fa_ops.backends.hopper.launch import (
     Params,
     PreparedLaunch,
-    address,
+    current_device,
     current_stream,
     kernel,
-    on_device,
 )
 from fa_ops.backends.hopper.problem import MISALIGNED, one_batch, tma_aligned, window_sides
 from fa_ops.call import PACKED, Call, PackedTensors, Run, general
@@ -56,11 +55,13 @@ def _prepare_forward(call: Call) -> Run:
     ) -> tuple[Tensor, Tensor | None]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
             return forward(q, k, v, *options.arguments_with(tensors))
-        with on_device(device):
-            dense, ends = ranges.write(tensors, current_stream(device))
-            if has_sinks:
-                dense = dense_forward.as_kernel_inputs(dense)
-            out, lse = plan.run(q, k, v, with_lse, dense, cu_seqlens=ends)
+        if current_device() != device:
+            with torch.cuda.device(device):
+                return run(q, k, v, tensors, with_lse)
+        dense, ends = ranges.write(tensors, current_stream(device))
+        if has_sinks:
+            dense = dense_forward.as_kernel_inputs(dense)
+        out, lse = plan.run(q, k, v, with_lse, dense, None, None, ends)
         if has_sinks and with_lse:  # tokens outside every sequence have no sink
             lse.masked_fill_(outside_sequences(len(q), tensors.cu_seqlens_q), float("-inf"))
         return out, lse
@@ -95,7 +96,7 @@ class SequenceRanges(PreparedLaunch):
         """Launch: the optional tensors of the dense call, and the addresses of both cu_seqlens."""
         ends_q, ends_k, _, sinks, lens, seed = tensors
         ends = ends_q.data_ptr(), ends_k.data_ptr()
-        ranges = self.run(stream, *ends, address(lens))
+        ranges = self.run(stream, *ends, 0 if lens is None else lens.data_ptr())
         return DenseTensors(None, None, sinks, None, ranges, seed), ends
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper import dense_backward
-from fa_ops.backends.hopper.launch import current_stream, on_device
+from fa_ops.backends.hopper.launch import current_device, current_stream
 from fa_ops.backends.hopper.packed import SequenceRanges, outside_sequences
 from fa_ops.backends.hopper.problem import MISALIGNED, one_batch, tma_aligned
 from fa_ops.call import PACKED, Call, PackedTensors, Run, Saved, general
@@ -22,8 +23,7 @@ def backward(
     call = Call(PACKED, q, k, v, spec, packing, saved=Saved(grad_out, grad_lse, out, lse))
     run = _prepare_aligned(call, tuple(map(dense_backward.written_strides, like)))
     grads = run(grad_out, grad_lse, q, k, v, out, lse, call.tensors)
-    dq, dk, dv = dense_backward.laid_out_like(like, grads[:3])
-    return grads._replace(query=dq, key=dk, value=dv)
+    return Gradients(*dense_backward.laid_out_like(like, grads[:3]), *grads[3:])
 
 
 def prepare(call: Call) -> Run:
@@ -49,17 +49,21 @@ def _prepare_aligned(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> R
         sequences=ranges.sequences,
     )
 
-    def run(grad_out, grad_lse, q, k, v, out, lse, tensors: PackedTensors) -> Gradients:
+    def run(grad_out, grad_lse, q, k, v, out, lse, tensors: PackedTensors) -> Gradients | tuple:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
         if (addresses | out.data_ptr()) & MISALIGNED:
             return backward(grad_out, grad_lse, q, k, v, out, lse, *options.arguments_with(tensors))
-        outside = outside_sequences(len(q), tensors.cu_seqlens_q) if has_sinks else None
-        with on_device(device):
-            dense, ends = ranges.write(tensors, current_stream(device))
-            *grads, _, workspace = plan.run(
-                grad_out, q, k, v, out, lse, grad_lse, dense, cu_seqlens=ends
-            )
+        if current_device() != device:
+            with torch.cuda.device(device):
+                return run(grad_out, grad_lse, q, k, v, out, lse, tensors)
+        dense, ends = ranges.write(tensors, current_stream(device))
+        dq, dk, dv, _, workspace = plan.run(
+            grad_out, q, k, v, out, lse, grad_lse, dense, None, False, ends
+        )
+        if not has_sinks:
+            return dq, dk, dv
+        outside = outside_sequences(len(q), tensors.cu_seqlens_q)
         dsinks = dense_backward.sink_gradient(tensors.sinks, lse, plan, workspace, outside)
-        return Gradients(*grads, None, dsinks)
+        return Gradients(dq, dk, dv, None, dsinks)
 
     return run
