@@ -262,8 +262,38 @@ def _host_varlen(fa: ModuleType) -> Call:
     return Call(lambda _: fa.attention_varlen(*inputs, ends, ends, 24, 24))
 
 
+def _host_varlen_training(fa: ModuleType) -> Call:
+    leaves = [x[0].transpose(0, 1).contiguous() for x in _small()]
+    leaves = [x.requires_grad_() for x in leaves]
+    ends = torch.tensor([0, 16, 40, 64], dtype=torch.int32, device=DEVICE)
+    return _host_gradients(lambda *x: fa.attention_varlen(*x, ends, ends, 24, 24), leaves)
+
+
+def _host_cached(append: bool = False, paged: bool = False, latent: bool = False) -> Make:
+    """A decoding step of four rows, with room for 2048 keys each."""
+
+    def make(fa: ModuleType) -> Call:
+        g = torch.Generator(DEVICE).manual_seed(0)
+        draw = lambda *s: torch.randn(s, generator=g, device=DEVICE, dtype=HALF)  # noqa: E731
+        (Hq, Hkv), D = ((64, 1), 576) if latent else ((32, 8), 128)
+        k, v = (draw(128, 64, Hkv, D) if paged else draw(4, Hkv, 2048, D) for _ in "kv")
+        new = {"key": draw(4, Hkv, 1, D), "value": draw(4, Hkv, 1, D)} if append else {}
+        if latent:  # values are the first features of the keys
+            v = k[..., :512]
+            new |= {"value": new["key"][..., :512]} if append else {}
+        table = torch.arange(128, dtype=torch.int32, device=DEVICE).view(4, 32) if paged else None
+        lens = torch.full((4,), 600, dtype=torch.int32, device=DEVICE)
+        q = draw(4, Hq, 1, D)
+        return Call(lambda _: fa.attention_with_kv_cache(q, k, v, lens, table, **new))
+
+    return make
+
+
 def _host_training(attention: Callable) -> Call:
-    leaves = _small(requires_grad=True)
+    return _host_gradients(attention, _small(requires_grad=True))
+
+
+def _host_gradients(attention: Callable, leaves: list[Tensor]) -> Call:
     grad = _grad_of(attention(*leaves))
     step = lambda _: torch.autograd.grad(attention(*leaves), leaves, grad)  # noqa: E731
     return Call(step, records=True)
@@ -271,7 +301,7 @@ def _host_training(attention: Callable) -> Call:
 
 _MASK = torch.ones(HOST_SHAPE[2], HOST_SHAPE[2], dtype=torch.bool, device=DEVICE).tril()
 
-# Repeated eager calls of shape (1, 8, 64, 64), whose host time is measured.
+# Repeated eager calls, of shape (1, 8, 64, 64) and over caches, whose host time is measured.
 HOST: dict[str, Make] = {
     "attention": _host_call(),
     "attention, return_lse": _host_call(return_lse=True),
@@ -279,6 +309,13 @@ HOST: dict[str, Make] = {
     "attention_varlen": _host_varlen,
     "attention, bool mask": _host_call(attn_mask=_MASK),
     "attention, forward + backward": lambda fa: _host_training(fa.attention),
+    "attention_varlen, forward + backward": _host_varlen_training,
+    "cache": _host_cached(),
+    "cache, append": _host_cached(append=True),
+    "pages": _host_cached(paged=True),
+    "pages, append": _host_cached(append=True, paged=True),
+    "MLA": _host_cached(latent=True),
+    "MLA, append": _host_cached(append=True, latent=True),
 }
 
 
