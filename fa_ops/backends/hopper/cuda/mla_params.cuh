@@ -38,9 +38,8 @@ DEVICE Partition partition_of(const MlaParams& p, int total, int shortest, int l
   const int least = max(1, (int)sqrtf(0.05f * (float)longest)),
             groups = max(1, (int)min(gridDim.x / (u32)p.width, (u32)total / (u32)least)),
             items = p.B * p.items;
-  if (shortest == longest && groups >= items) {
-    const int grain = ceil_div(longest, (u32)groups / (u32)items),
-              splits = ceil_div(longest, grain);
+  if (items > 1 && shortest == longest && groups >= items) {
+    const int grain = ceil_div(longest, (u32)groups / (u32)items), splits = ceil_div(longest, grain);
     if (grain <= ceil_div(total, groups) + (packed_rows(p) + 32) / 64)
       return {items * splits, total, grain, longest, splits};
   }
