@@ -1,4 +1,4 @@
-"""`python -m fa_ops`, and the script `fa-ops`: demo, doctor, warm, fuzz and bench."""
+"""The commands `python -m fa_ops` and the script `fa-ops`."""
 
 import sys
 

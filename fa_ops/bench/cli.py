@@ -1,4 +1,4 @@
-"""`python -m fa_ops bench`: each command measures one thing; the performance pages list them."""
+"""Measure time, memory and accuracy, as the performance pages of the documentation do."""
 
 from __future__ import annotations
 
