@@ -99,7 +99,7 @@ $(DOCS): $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[docs]'
 	@touch $@
 
-bench: $(STAMP)  ## benchmarks; ARGS="forward --preset issue --json out.json" for one
+bench: $(STAMP)  ## benchmarks; ARGS="forward --preset standard --json out.json" for one
 	$(PY) -m fa_ops bench $(or $(ARGS),--help)
 
 lines: $(STAMP)  ## source lines of the installed packages

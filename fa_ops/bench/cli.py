@@ -40,7 +40,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads")]
 
 def _sweep_command(name: str) -> Callable:
     def command(
-        preset: Preset = "issue",
+        preset: Preset = "standard",
         only: Only = None,
         device: Device = "auto",
         json: Json = None,

@@ -152,7 +152,7 @@ def _fp8() -> list[DecodeProblem]:
 
 
 PRESETS: dict[str, Callable[[], list[DecodeProblem]]] = {
-    "issue": _grid,
+    "standard": _grid,
     "quick": lambda: [
         DecodeProblem(1, 1024),
         DecodeProblem(1, 8192),

@@ -130,7 +130,7 @@ def _quantized() -> list[Problem]:
 
 
 PRESETS: dict[str, Callable[[], list[Problem]]] = {
-    "issue": lambda: _grid(16384, 2048, (64, 128, 256), (2048, 8192)),
+    "standard": lambda: _grid(16384, 2048, (64, 128, 256), (2048, 8192)),
     "lengths": lambda: _grid(16384, 2048, (64, 128, 256), _LENGTHS),
     "gqa": lambda: _grid(16384, 4096, (128,), _LENGTHS, group=4),
     "odd": lambda: _grid(16384, 2048, (64, 128), _ODD),

@@ -37,12 +37,12 @@ def matching(option: str | None, names: Collection[str], what: str) -> list[str]
 def preset(name: str, presets: Collection[str]) -> str:
     """The name of a grid of problems, which must be one of `presets`."""
     if name not in presets:
-        raise typer.BadParameter(f"no grid is called {name!r}: {', '.join(presets)}")
+        raise typer.BadParameter(f"--preset must be one of {', '.join(presets)}, got {name!r}")
     return name
 
 
 def one_of(option: str, values: Collection | None, allowed: Collection) -> list:
-    """The values without duplicates, all of which must be allowed; without values, all allowed."""
+    """The distinct values, each of which must be allowed; all allowed values if there are none."""
     for value in values or ():
         if value not in allowed:
             known = ", ".join(map(str, allowed))

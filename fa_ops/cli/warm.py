@@ -38,7 +38,12 @@ def chosen(
 ) -> list[warm.Variant]:
     """The variants of the options `--head-dim`, `--dtype` and `--eight-bit`."""
     known = {str(dtype).removeprefix("torch."): dtype for dtype in warm.DTYPES}
-    head_dims = options.one_of("--head-dim", head_dim or warm.COMMON_HEAD_DIMS, warm.HEAD_DIMS)
+    head_dims = list(dict.fromkeys(head_dim or warm.COMMON_HEAD_DIMS))
+    for dim in head_dims:
+        if dim not in warm.HEAD_DIMS:
+            largest = max(warm.HEAD_DIMS)
+            message = f"--head-dim must be a multiple of 8 from 8 to {largest}, got {dim}"
+            raise typer.BadParameter(message)
     dtypes = [known[name] for name in options.one_of("--dtype", dtype, tuple(known))]
     more = warm.eight_bit_variants(head_dims, dtypes) if eight_bit else ()
     return [*warm.variants(head_dims, dtypes), *more]

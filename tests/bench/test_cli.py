@@ -44,7 +44,7 @@ def test_plot_writes_a_png(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("forward", "--preset", "nope"), "no grid is called 'nope'"),
+        (("forward", "--preset", "nope"), "--preset must be one of"),
         (("forward", "--only", "flsh"), "no implementation is called 'flsh'"),
         (("host", "--device", "tpu"), "device must be auto, cuda or cpu"),
         (("forward", "--preset", "tiny", "--json", "nowhere/a.json"), "no such folder: nowhere"),

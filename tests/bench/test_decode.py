@@ -22,8 +22,8 @@ def test_ragged_lengths_range_from_one_key_to_all():
     assert (lengths[0], lengths[-1], len(lengths)) == (1, 32768, 64)
 
 
-def test_the_issue_grid_has_every_problem_that_fits_in_memory():
-    grid = PRESETS["issue"]()
+def test_the_standard_grid_has_every_problem_that_fits_in_memory():
+    grid = PRESETS["standard"]()
     assert {p.B for p in grid} == {1, 8, 64, 256}
     assert {p.S for p in grid if p.B == 1} == {1024, 4096, 8192, 32768, 131072}
     assert all(p.bytes() <= 36e9 for p in grid)
@@ -86,9 +86,9 @@ def test_no_cell_is_started_after_the_time_limit(monkeypatch, capsys):
     "options, message",
     [
         (["--backend", "cpu"], "no backend that decodes on CUDA is called 'cpu'"),
-        (["--preset", "issue", "--heads", "9/3"], "no heads of 'issue' are '9/3'"),
+        (["--preset", "standard", "--heads", "9/3"], "no heads of 'standard' are '9/3'"),
         (["--only", "flsh"], "no implementation is called 'flsh'"),
-        (["--preset", "all"], "no grid is called 'all'"),
+        (["--preset", "all"], "--preset must be one of"),
     ],
 )
 def test_unknown_names_are_refused(options, message):

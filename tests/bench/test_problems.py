@@ -26,8 +26,8 @@ def test_flops_of_cross_attention_depend_on_the_number_of_keys():
     assert (q.shape, k.shape, v.shape) == ((1, 2, 128, 64), (1, 1, 32, 64), (1, 1, 32, 64))
 
 
-def test_the_issue_grid_has_constant_tokens_and_width():
-    grid = PRESETS["issue"]()
+def test_the_standard_grid_has_constant_tokens_and_width():
+    grid = PRESETS["standard"]()
     assert {(p.D, p.causal, p.S) for p in grid} == {
         (D, causal, S) for D in (64, 128, 256) for causal in (False, True) for S in (2048, 8192)
     }

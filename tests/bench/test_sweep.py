@@ -77,7 +77,7 @@ def test_only_selects_implementations_by_words():
         peers.choose("cpu", "flsh")
 
 
-def test_cuda_runs_name_every_peer_of_the_issue():
+def test_cuda_runs_name_every_peer():
     names = {i.name for i in peers.implementations("cuda")}
     assert {"sdpa cudnn", "sdpa flash", "sdpa math", "flex"} <= names
     assert {f"flash-attn {n}" for n in (2, 3, 4)} <= names
