@@ -1,6 +1,7 @@
-// Writes new keys and values to a cache, in its dtype, and rotates queries and new keys. A thread has eight
-// features of one row: of a new key, a new value or a query. Lengths and page numbers may be anything: what
-// has no place in the cache is not written. A row may begin at any multiple of an element's size.
+// Appends new keys and values to a cache, converted to its dtype, and applies the rotary embedding to queries
+// and new keys. Each thread handles eight features of one row, which is a new key, a new value or a query.
+// Lengths and page numbers are not trusted: what would lie outside the cache is not written. A row may begin
+// at any multiple of the element size.
 //
 // Compile-time: IS_BF16, IS_E4M3 (of the cache), ROTATION (0: none, 1: by angles in float, 2: by those in the
 // query's dtype)
@@ -39,7 +40,7 @@ struct AppendParams {
   int lanes_log2;                        // threads of a row
 };
 
-// Where a new token goes: to `token` of page or batch row `row`.
+// The destination of a new token: token `token` of page or batch row `row`.
 struct Slot {
   int row, token;
   bool exists;
@@ -60,14 +61,14 @@ DEVICE long long scale_at(const AppendParams& p, const Slot& slot, int b, int h)
   return ((long long)b * p.Hkv + h) * p.capacity + slot.token;
 }
 
-// The length of a batch row with its new keys.
+// The length of a batch row, including its new keys.
 DEVICE int length_of(const AppendParams& p, int b) {
   return max(0, min(min(p.kv_lens[b], p.capacity) + p.tokens, p.capacity));
 }
 
 template <class T> DEVICE bool is_aligned(const void* at) { return (u64)at % sizeof(T) == 0; }
 
-// Eight elements, two in a word.
+// Eight elements, packed in pairs.
 DEVICE void load8(const Element* from, u32 (&x)[4]) {
   if (is_aligned<uint4>(from)) {
     const uint4 y = *(const uint4*)from;
@@ -138,8 +139,8 @@ template <int N> DEVICE void load_floats(const Element* from, float (&x)[N]) {
   }
 }
 
-// Eight features of `row` from `column` on, with the other feature of each pair, and the cosine and sine of
-// its angle. What a feature that is not rotated has there is not used.
+// Eight features of `row` starting at `column`, each with its partner in the rotation and the cosine and sine
+// of its angle. For features that are not rotated, the partner and the angle are not used.
 struct Pairs {
   float own[8], other[8], cos[8], sin[8];
 
@@ -222,7 +223,7 @@ DEVICE void write_new(const AppendParams& p, int row, int column, bool is_value)
 #endif
 }
 
-// Rows are new keys, as many new values, and queries.
+// The rows are the new keys, then as many new values, then the queries.
 extern "C" __global__ void __launch_bounds__(THREADS) append(const __grid_constant__ AppendParams p) {
   wait_for_prior_grid(), launch_dependent_grids();
   const int lanes = 1 << p.lanes_log2, column = (threadIdx.x & lanes - 1) * 8;

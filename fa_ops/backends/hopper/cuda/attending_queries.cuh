@@ -1,9 +1,9 @@
-// Which queries of a block attend the keys of a thread whose scores are transposed, with a row for each key.
+// The queries of a block that attend a thread's keys, for transposed scores, whose rows are keys.
 #pragma once
 #include "backward_tiles.cuh"
 
-// By lengths and a window, for two keys that are 8 apart: the distance of `query` from the first query that
-// attends a key, and how many attend it.
+// From the lengths and the window, for two keys that are 8 apart: the distance of `query` from the first
+// query that attends a key, and the number of queries that attend it.
 DEVICE void attending_queries(const BackwardParams& p, const KeyTile& t, int query, int key,
                               int (&distance)[2], u32 (&count)[2]) {
 #pragma unroll
@@ -17,7 +17,7 @@ DEVICE void attending_queries(const BackwardParams& p, const KeyTile& t, int que
   }
 }
 
-// Whether element `i` of the thread's scores is attended.
+// Whether score element `i` of this thread is attended.
 DEVICE bool is_attended(int i, const int (&distance)[2], const u32 (&count)[2]) {
   const int r = i >> 1 & 1;
   return (u32)(distance[r] + column_offset(i)) < count[r];

@@ -1,19 +1,20 @@
-// Attention backward in one pass, after FlashAttention-3: persistent CTAs own a block of keys at a time, and
-// the next block's keys are copied while the last one's gradients are written, or with two KEY_SLOTS while
-// its queries pass. Warpgroup 0 produces; each consumer owns 64 keys and keeps their dK and dV in registers
-// while the queries of a group of heads pass. Scores are computed transposed, so that weights and their
-// gradients leave the accumulators as the register operand of the next product.
+// Attention backward in one pass, after FlashAttention-3. Persistent CTAs process one block of keys at a
+// time. The keys of the next block are copied while the gradients of the current one are written or, with two
+// KEY_SLOTS, while its queries are processed. Warpgroup 0 is the producer. Each consumer owns 64 keys and
+// keeps their dK and dV in registers while it iterates over the queries of a group of heads. Scores are
+// computed transposed, so that the weights and their gradients, as they leave the accumulators, are the
+// register operand of the next product.
 //
-// dQ needs all keys of the block: dS of both consumers meets in shared memory, each multiplies it with its
-// half of K's columns and adds the result to global memory in fp32, from registers, as shared memory has no
-// time to spare. A half must not cross from one column of 64 features into the next: where it would, with
-// ALTERNATES, the consumers compute whole blocks of dQ in turn. That product is one step late, so that a
-// consumer does not wait for the other while they are less than a step apart. The additions have no fixed
-// order, but with WHOLE_HEADS: without ADDS_DQ, backward_queries.cu computes dQ.
+// dQ is a sum over all keys of the block. Both consumers store their dS in shared memory; each multiplies it
+// with its half of K's columns and adds the result to global memory in fp32, directly from registers, since
+// the shared memory bandwidth is exhausted. A half must not span two columns of 64 features. Where it would,
+// the consumers compute whole blocks of dQ alternately (ALTERNATES). The product for dQ is delayed by one
+// step, so that the consumers wait for each other only if they are a full step apart. The order of the
+// additions is not fixed, except with WHOLE_HEADS. Without ADDS_DQ, backward_queries.cu computes dQ.
 //
-// With WHOLE_HEADS no other CTA writes gradients of a head, and the consumers end with those rows that are
-// not finite. With SUMS_ROWS they begin with the row sums of their heads, in place of `preprocess`: then this
-// kernel is the only one.
+// With WHOLE_HEADS no other CTA writes gradients of the same head, and at the end the consumers recompute the
+// rows that are not finite. With SUMS_ROWS they first compute the row sums of their heads, in place of the
+// `preprocess` kernel, so that the backward pass is a single launch.
 #include "query_gradients.cuh"
 #if WHOLE_HEADS
 #include "recomputed_rows.cuh"
@@ -52,7 +53,8 @@ DEVICE KeyTile load_key_tile(const BackwardShared& sm, int slot) {
 #if WHOLE_HEADS
 typedef WholeQueryGradients Gradients;
 
-// Executed by all consumers, if a gradient of this CTA's heads is not finite.
+// Recomputes rows that are not finite. Executed by all consumers, if a gradient of this CTA's heads is not
+// finite.
 DEVICE void recompute_own_rows(const BackwardParams& p) {
   if (!SUMS_ROWS) wait_for_prior_grid();
 #pragma unroll 1
@@ -71,7 +73,7 @@ typedef QueryGradients Gradients;
 
 struct BackwardConsumer : Gradients {
   u32 buffer = 0;
-  // The slot of this tile's keys, and of those that the last step met.
+  // The slot of this tile's keys, and the slot of the keys of the previous step.
   int slot = 0, previous_slot = 0;
   float s[SCORES], dp[SCORES], dk[GRADS], dv[GRADS];
   u32 w[SCORES / 2], ds[SCORES / 2];
@@ -97,7 +99,7 @@ struct BackwardConsumer : Gradients {
     wgmma_commit();
   }
 
-  // Computes the gradients of the scores, in dp.
+  // Computes the gradients of the scores in place of dP.
   DEVICE void score_gradients(u32 delta) {
     const u32 row = opaque(delta + (lane & 3) * 8);
 #pragma unroll
@@ -109,27 +111,27 @@ struct BackwardConsumer : Gradients {
     }
   }
 
-  // Issues the product for dQ of the last step, once the other consumer has stored its dS.
+  // Issues the product for dQ of the previous step, once the other consumer has stored its dS.
   DEVICE void delayed_query_product(u32 from) {
     named_barrier_sync(Barrier::DS_STORED + (c ^ 1) * 2 + from, 128 * CONSUMERS);
     query_product(slot_at<DS_BYTES>(sm.exchange, from));
   }
 
-  // Signals that this consumer's dS is stored. Its products from the other buffer must have ended. With
-  // ALTERNATES it does not signal a dS that this consumer alone reads.
+  // Signals that this consumer's dS is stored. Its products that read the other buffer must have completed.
+  // With ALTERNATES, a dS that only this consumer reads is not signalled.
   DEVICE void signal_stored(u32 to) {
     fence_async_shared();
     if (!ALTERNATES || to != c) named_barrier_arrive(Barrier::DS_STORED + c * 2 + to, 128 * CONSUMERS);
   }
 
-  // After a wait for dK and dV: until then their operands keep their registers.
+  // Called after the wait for dK and dV: their operands must keep their registers until then.
   DEVICE void end_products() {
     fence_operand(dk);
     fence_operand(dv);
     fence_operand(ds);
   }
 
-  // No read is in flight: each went into a product that was waited for.
+  // Releases Q and dO. No read is in flight: each was the operand of a product that has been waited for.
   DEVICE void release(u32 stage) {
     mbar_arrive(barrier(sm.q_empty, stage));
     mbar_arrive(barrier(sm.do_empty, stage));
@@ -150,8 +152,8 @@ struct BackwardConsumer : Gradients {
     scores_to_weights(s, m, edge, slot_at<ROW_BYTES>(sm.lse, i), slot_at<RANGE_BYTES>(sm.ranges, i));
     pack_weights(w, s);
     fence_operand(w);
-    mbar_wait(barrier(sm.do_full, i), ring.phase);  // is over, but ends a basic block, in which ptxas would
-                                                    // wait for dP before most exponentials
+    mbar_wait(barrier(sm.do_full, i), ring.phase);  // already complete; ends a basic block, in
+                                                    // which ptxas would wait for dP too early
     wgmma_wait<0>();
     fence_operand(dp);
     gradient_product(dv, w, grads);
@@ -188,14 +190,14 @@ struct BackwardConsumer : Gradients {
     ring.next();
   }
 
-  // After a product for dQ: the first one of a tile was still with the keys of the tile before.
+  // Called after a product for dQ: the first one of a tile still reads the keys of the previous tile.
   DEVICE void release_previous_keys() {
     if (KEY_SLOTS == 1 || previous_slot == slot) return;
     mbar_arrive(kv_empty(sm, previous_slot));
     previous_slot = slot;
   }
 
-  // Computes dQ of the last step.
+  // Computes dQ of the previous step.
   DEVICE void finish_query_product() {
     delayed_query_product(buffer ^ 1);
     wgmma_wait<0>();
@@ -203,11 +205,12 @@ struct BackwardConsumer : Gradients {
   }
 
 #if KEY_SLOTS > 1
-  // Writes the gradients of a tile, through places of their own. dQ of its last step is still to come.
+  // Writes the gradients of a tile through a staging buffer of their own. dQ of its last step is computed
+  // later.
   DEVICE u32 finish_tile() {
     t = load_key_tile(sm, slot);
     const u32 phase = phase_after(sm, slot);
-    if (previous < 0 || previous_slot != slot) {  // no step has used these keys, and none has released others
+    if (previous < 0 || previous_slot != slot) {  // no step has used these keys or released earlier ones
       finish_queries();
       mbar_arrive(kv_empty(sm, slot));
     }
@@ -234,8 +237,8 @@ struct BackwardConsumer : Gradients {
     previous = -1;
   }
 #else
-  // Writes the gradients of a tile. dK leaves through this consumer's rows of dS and dV through what follows
-  // them, so that the next keys can be copied to K and V at once.
+  // Writes the gradients of a tile. dK is staged in this consumer's rows of dS, and dV in the memory behind
+  // them, so that the next K and V can be copied at once.
   DEVICE u32 finish_tile() {
     t = load_key_tile(sm, slot);
     const u32 phase = phase_after(sm, slot);
@@ -296,7 +299,8 @@ struct BackwardConsumer : Gradients {
 #endif
   }
 
-  // Zeroes this consumer's rows; the other's are zeroed before its dS is stored.
+  // Zeroes this consumer's rows past the end of the keys; the other consumer zeroes its rows before it stores
+  // its dS.
   DEVICE void clear_keys() {
     const int from = max(first, t.keys - t.n0);
     clear_rows<BLOCK_N, HEAD_DIM>(keys(), from, first + 64, Barrier::WARPGROUP + c);
@@ -315,7 +319,8 @@ struct BackwardConsumer : Gradients {
   }
 };
 
-// The tile after tile `i`, in the leader. A tile taken earlier would wait here while other CTAs have none.
+// The tile after tile `i`, claimed by the leader. If it were claimed earlier, it would wait in this CTA while
+// other CTAs are idle.
 DEVICE int next_tile(const BackwardParams& p, int i) {
 #if WHOLE_HEADS
   return (i + 1) % p.n_blocks ? i + 1 : i + 1 + (gridDim.x - 1) * p.n_blocks;
@@ -324,8 +329,7 @@ DEVICE int next_tile(const BackwardParams& p, int i) {
 #endif
 }
 
-// Executed by one warp. What it publishes about a tile is valid as long as the tile's keys are in shared
-// memory.
+// Executed by one warp. The published tile is valid as long as its keys are in shared memory.
 DEVICE void produce(const BackwardParams& p, const BackwardShared& sm) {
   const bool leader = elect_one();
   const int tiles = p.n_blocks * p.B * p.Hkv * p.parts;
@@ -337,12 +341,12 @@ DEVICE void produce(const BackwardParams& p, const BackwardShared& sm) {
     const u32 full = barrier(sm.kv_full, keys.stage);
     mbar_wait(kv_empty(sm, keys.stage), keys.phase ^ 1);
     if (leader) {
-      // with one slot the next tile has the other phase, with two after every second tile
+      // the phase flips after the last slot
       store_key_tile(sm, t, keys.stage, keys.stage == KEY_SLOTS - 1 ? keys.phase ^ 1 : keys.phase);
       if (t.first < t.last) load_keys(p, sm, t, keys.stage);
       else mbar_arrive(full);
     }
-    // nothing read above is a row sum
+    // the row sums have not been read before
     if (!SUMS_ROWS) wait_for_prior_grid();
     else if (i == blockIdx.x * p.n_blocks) named_barrier_sync(Barrier::ROW_SUMS, 128 * CONSUMERS + 32);
     produce_queries(p, sm, t, leader, ring, bias);
@@ -357,7 +361,7 @@ DEVICE void produce(const BackwardParams& p, const BackwardShared& sm) {
 }
 
 #if SUMS_ROWS
-// Executed by all consumers: the row sums of this CTA's heads, with many loads in flight.
+// Computes the row sums of this CTA's heads with many loads in flight. Executed by all consumers.
 DEVICE void write_own_row_sums(const BackwardParams& p) {
   constexpr int ROWS = 2048 / VALUE_DIM;
   const int per_head = p.m_blocks * (BLOCK_M / ROWS);

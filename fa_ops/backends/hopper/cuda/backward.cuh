@@ -1,9 +1,10 @@
-// What the kernels of the backward pass share: shared memory, which blocks of queries a block of keys meets,
-// the copies of those, and how gradients are written. Every copy is a box of 64 tokens by 64 features.
+// Common parts of the backward kernels: shared memory, the copies of query blocks, and the stores of
+// gradients. Every copy is a box of 64 tokens by 64 features.
 //
-// A NaN or Inf of a token may only reach the tokens that attend it, or that it attends. Products spread it
-// further, as a weight of 0 does not hide it. So kernels note which 16 rows of a gradient hold any, and
-// backward_postprocess.cu computes those rows again. Keys past a batch row's length are zeroed at once.
+// A NaN or Inf of a token may only affect the tokens that attend it, or that it attends. Matrix products
+// spread it further, since 0 * NaN is NaN. Kernels therefore record which groups of 16 gradient rows contain
+// values that are not finite, and backward_postprocess.cu recomputes those rows. Keys past the length of a
+// batch row are zeroed in shared memory.
 //
 // Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM HEAD_FEATURES VALUE_FEATURES SUM_FEATURES STAGES
 // GRAD_STAGES KEY_SLOTS EXCHANGE_BYTES SHARED_BYTES IS_WIDE IS_PAIRED ADDS_DQ ALTERNATES WHOLE_HEADS
@@ -14,10 +15,10 @@
 #include "pipeline.cuh"
 
 constexpr int SCORES = BLOCK_M / 2;
-constexpr int CTA_KEYS = IS_PAIRED ? BLOCK_N / 2 : BLOCK_N;  // two CTAs may share a block of keys
+constexpr int CTA_KEYS = IS_PAIRED ? BLOCK_N / 2 : BLOCK_N;  // a pair of CTAs shares a block of keys
 constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, DO_BYTES = BLOCK_M * VALUE_DIM * 2,
               K_BYTES = CTA_KEYS * HEAD_DIM * 2, V_BYTES = CTA_KEYS * VALUE_DIM * 2;
-constexpr u32 GRAD_BYTES = IS_PAIRED ? DO_BYTES / 2 : DO_BYTES;  // of a slot
+constexpr u32 GRAD_BYTES = IS_PAIRED ? DO_BYTES / 2 : DO_BYTES;  // per slot
 constexpr u32 ROW_BYTES = BLOCK_M * 4, RANGE_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0,
               SEED_BYTES = HAS_DROPOUT ? BLOCK_M * 4 : 0;
 constexpr u32 BIAS_BYTES = BLOCK_M * BLOCK_N * BIAS_BITS / 8;
@@ -29,12 +30,12 @@ static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && !HAS_MASK),
 // Offsets in shared memory, in order.
 struct BackwardShared {
   u32 k, v, q, grad_out;
-  u32 exchange;  // between consumers
+  u32 exchange;  // data exchanged between consumers
   u32 bias, lse, delta, ranges, row_seeds;
-  u32 tile;  // that the producer has scheduled, for each slot of keys
-  u32 targets, nonfinite;  // with WHOLE_HEADS; whether some gradient of each warp is not finite
+  u32 tile;  // the scheduled tile of each slot of keys
+  u32 targets, nonfinite;  // with WHOLE_HEADS; nonfinite: one flag per warp
   u32 kv_full, q_full, q_empty, do_full, do_empty;
-  u32 extra;  // barriers of one kernel alone
+  u32 extra;  // barriers that only one kernel uses
   u32 bias_full, bias_empty, end;
 
   DEVICE constexpr explicit BackwardShared(u32 base)
@@ -66,7 +67,7 @@ struct BackwardShared {
     if (BIAS_BITS) mbar_init(bias_full, 1), mbar_init(bias_empty, IS_WIDE ? 128 : 128 * CONSUMERS);
     for (int i = 0; i < STAGES; i++) {
       mbar_init(barrier(q_full, i), 1), mbar_init(barrier(do_full, i), 1);
-      // every thread arrives, at the same speed: racecheck does not accept one thread's arrival for its warp
+      // every thread arrives, which is as fast: racecheck does not accept one arrival per warp
       mbar_init(barrier(q_empty, i), 128 * CONSUMERS), mbar_init(barrier(do_empty, i), 128 * CONSUMERS);
     }
   }
@@ -81,14 +82,15 @@ DEVICE void load_tile(u32 dst, const TensorMap& map, u32 bar, int width, int row
 }
 
 #if WHOLE_HEADS
-// Where dQ of a block of queries goes, in the step that computes it: the block's place among the sums of the
-// CTA, its batch row, head and number, and whether some keys' dQ is in the sums, and all others' is.
+// The destination of dQ of a block of queries, for the step that computes it: the index of the block among
+// the CTA's sums, its batch row, head and number. is_stored: the sums already hold dQ of earlier keys.
+// is_complete: no later keys contribute.
 struct QueryTarget {
   int place, b, h, m;
   bool is_stored, is_complete;
 };
 
-// dQ is written in the next step, so there are twice as many places as stages.
+// dQ is written one step later, so there are twice as many entries as stages.
 DEVICE u32 target_at(const BackwardShared& sm, const PipelineState<STAGES>& ring) {
   static_assert(STAGES == 2, "four places");
   return slot_at<16>(sm.targets, ring.phase * STAGES + ring.stage);
@@ -145,7 +147,7 @@ DEVICE void load_keys(const BackwardParams& p, const BackwardShared& sm, const K
   load_tile(slot_at<V_BYTES>(sm.v, slot), p.v, full, VALUE_DIM, BLOCK_N, t.n0, h, t.b);
 }
 
-// Executed by one warp, whose leader issues the copies of all queries that a tile meets.
+// Copies all blocks of queries that attend a tile. Executed by one warp, whose leader issues the copies.
 DEVICE void produce_queries(const BackwardParams& p, const BackwardShared& sm, const KeyTile& t, bool leader,
                             PipelineState<STAGES>& ring, [[maybe_unused]] PipelineState<1>& bias) {
   for (int h = first_head(p, t); h < first_head(p, t) + p.part_heads; h++)
@@ -162,8 +164,8 @@ DEVICE void produce_queries(const BackwardParams& p, const BackwardShared& sm, c
     }
 }
 
-// The bit of a thread's `i`-th accumulator element in 64 bits of a row, moved down by `first_bit`: a thread
-// has two of every eight.
+// The bit of a thread's `i`-th accumulator element in 64 bits of a row that have been shifted right by
+// `first_bit`: a thread holds two of every eight columns.
 DEVICE int first_bit() { return (threadIdx.x & 3) * 2; }
 DEVICE bool bit_of(u64 row, int i) { return row >> column_offset(i % 32) & 1; }
 
@@ -172,8 +174,8 @@ template <int COUNT> DEVICE void pack_fragments(u32 (&to)[COUNT], const float (&
   for (int i = 0; i < COUNT; i++) to[i] = pack(from[2 * i], from[2 * i + 1]);
 }
 
-// Dropped weights have their sign set: the product with dO takes them as 0, gradients of scores need their
-// values.
+// Dropped weights have their sign bit set: the product with dO treats them as 0, while the gradients of
+// scores need their absolute values.
 template <int COUNT> DEVICE void pack_weights(u32 (&to)[COUNT], const float (&from)[2 * COUNT]) {
 #if HAS_DROPOUT
 #pragma unroll
@@ -183,7 +185,7 @@ template <int COUNT> DEVICE void pack_weights(u32 (&to)[COUNT], const float (&fr
 #endif
 }
 
-// The gradient of a score; under dropout without its scale.
+// The gradient of a score; with dropout, without the dropout scale.
 DEVICE float score_gradient(float weight, float dp, float delta) {
 #if HAS_DROPOUT
   return fmaxf(weight, 0.f) * dp - fabsf(weight) * delta;
@@ -192,8 +194,8 @@ DEVICE float score_gradient(float weight, float dp, float delta) {
 #endif
 }
 
-// Where each warp notes whether some of its rows are not finite: with WHOLE_HEADS once for all rows, in
-// shared memory, else in `nonfinite`.
+// Where each warp records whether its rows contain values that are not finite: with WHOLE_HEADS one flag for
+// all rows in shared memory, otherwise `nonfinite` in global memory.
 #if WHOLE_HEADS
 typedef u32 Note;
 DEVICE void note_rows(Note note, bool is_nonfinite) {
@@ -206,7 +208,7 @@ DEVICE void note_rows(Note note, bool is_nonfinite) {
 }
 #endif
 
-// Writes a warpgroup's gradients of 64 tokens, through shared memory.
+// Writes a warpgroup's gradients of 64 tokens through shared memory.
 template <int COUNT>
 DEVICE void store_gradients(const float (&grads)[COUNT], float factor, u32 at, u32 column_bytes, u32 barrier,
                             const TensorMap& map, int row, int h, int b, Note note) {

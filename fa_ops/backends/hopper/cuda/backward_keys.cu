@@ -1,8 +1,8 @@
-// dK and dV for head dimensions for which registers hold neither both of them nor dQ beside one. One CTA per
-// block of 64 keys; its two consumers share the block by product. One computes the scores and keeps dV, the
-// other computes dP and keeps dK. The weights, in fp32, go from the first to the second through two buffers
-// of shared memory, or one beside a bias, and both leave the accumulators as the register operand of the next
-// product.
+// dK and dV for head dimensions for which the registers of a warpgroup cannot hold both, or one of them and
+// dQ. One CTA per block of 64 keys; its two consumers split the work by product. One computes the scores and
+// accumulates dV, the other computes dP and accumulates dK. The first passes the weights, in fp32, to the
+// second through two buffers of shared memory (one with a bias). Both the weights and their gradients leave
+// the accumulators as the register operand of the next product.
 #include "key_consumer.cuh"
 
 constexpr u32 WEIGHTS_BYTES = BLOCK_M * BLOCK_N * 4;
@@ -13,15 +13,15 @@ static_assert(BLOCK_N == 64 && BUFFERS * WEIGHTS_BYTES == EXCHANGE_BYTES && BUFF
 DEVICE u32 weights_full(const BackwardShared& sm, int i) { return sm.extra + 8 * i; }
 DEVICE u32 weights_empty(const BackwardShared& sm, int i) { return sm.extra + 16 + 8 * i; }
 
-// The address in a buffer of a thread's `i`-th accumulator element and the three after it, of which both
-// consumers hold the same ones.
+// The address of elements `i` to `i + 3` of a thread's accumulator in an exchange buffer. The same thread
+// index of both consumers holds the same elements.
 DEVICE u32 weights_address(const BackwardShared& sm, int buffer, int i) {
   return sm.exchange + buffer * WEIGHTS_BYTES + (i / 4 * 128 + (threadIdx.x & 127)) * 16;
 }
 
 struct ValueConsumer : KeyConsumerBase {
   PipelineState<BUFFERS> exchange;
-  u32 operand_barrier = 0;  // releases the operands of the product in flight
+  u32 operand_barrier = 0;  // the barrier that releases the operands of the product in flight
   float s[SCORES], dv[VALUE_FEATURES / 2];
   u32 w[SCORES / 2];
 
@@ -55,7 +55,7 @@ struct ValueConsumer : KeyConsumerBase {
     wgmma_fence();
     wgmma_value_grads(dv, w, descriptor_base(slot_at<DO_BYTES>(sm.grad_out, i), BLOCK_M * 128));
     wgmma_commit();
-#if BIAS_BITS  // ptxas would serialise this product if it were in flight beside the reads of the next bias
+#if BIAS_BITS  // ptxas would serialise this product if it were in flight during the reads of the bias
                // (C7515)
     wgmma_wait<0>();
     fence_operand(dv);
@@ -126,7 +126,7 @@ struct KeyConsumer : KeyConsumerBase {
 #pragma unroll
     for (int i = 0; i < HEAD_FEATURES / 2; i++) dk[i] = 0.f;
     if (t.first < t.last) mbar_wait(sm.kv_full, 0);
-#if HAS_KV_LENS  // K is read by the scores alone, which are masked for such keys
+#if HAS_KV_LENS  // K is read for the scores only, and those are masked
     if (t.keys < t.n0 + BLOCK_N)
       clear_rows<BLOCK_N, VALUE_DIM>(sm.v, max(0, t.keys - t.n0), BLOCK_N, Barrier::WARPGROUP + 1);
 #endif

@@ -1,7 +1,7 @@
-// The gradient of a float mask, in a pass of its own. Scores that share an element of the mask, over any of
-// batch, heads, queries and keys, are summed in registers in a fixed order. One CTA per 128 queries by
-// QUERY_BLOCK_N keys of the mask, 64 queries for each consumer, iterates over `steps` of the blocks of scores
-// that share it; CTAs with other steps write sums of their own.
+// The gradient of a float mask, in a separate pass. Scores that share an element of the mask, through
+// broadcasting over batch rows, heads, queries or keys, are summed in registers in a fixed order. One CTA per
+// 128 queries by QUERY_BLOCK_N keys of the mask, with 64 queries per consumer, iterates over `steps` of the
+// blocks of scores that share them; CTAs with other steps write their own partial sums.
 //
 // Compile-time: MASK_STAGES MASK_SHARED_BYTES, beside what backward_queries.cu has
 #include "query_consumer.cuh"
@@ -12,8 +12,8 @@ constexpr u32 MASK_K_BYTES = QUERY_BLOCK_N * HEAD_DIM * 2, MASK_V_BYTES = QUERY_
 constexpr u32 STAGE_BYTES = MASK_Q_BYTES + MASK_DO_BYTES + MASK_K_BYTES + MASK_V_BYTES;
 
 struct MaskGradientParams {
-  void* to;                                   // the sums, in fp32, or in the input type if `is_narrow`
-  long long split, b, h, row, column;         // its strides, 0 for dimensions that are summed
+  void* to;                                   // the output: fp32, or the input type if `is_narrow`
+  long long split, b, h, row, column;         // its strides, 0 for summed dimensions
   int sums_b, sums_h, sums_row, sums_column;  // whether a dimension is summed
   int steps, is_narrow;
 };
@@ -32,8 +32,8 @@ struct ScoreBlock {
   int column, row, h, b;
 };
 
-// The block of scores of a tile's step `i`: its index along a dimension is a digit of `i` where the mask is
-// summed, and of `tile` elsewhere.
+// The block of scores of step `i` of a tile. Its index along a dimension is a digit of `i` if the mask is
+// summed over that dimension, and a digit of `tile` otherwise.
 DEVICE ScoreBlock block_at(const MaskGrid& n, const MaskGradientParams& m, int tile, int i) {
   auto digit = [&](int count, int sums) {
     int& from = sums ? i : tile;

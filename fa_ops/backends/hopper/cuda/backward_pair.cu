@@ -1,22 +1,22 @@
-// Attention backward in one pass for heads of which the registers of a multiprocessor hold dK and dV of 64
-// keys only. Adding dQ of every 64 keys to memory would take longer than the products, so a cluster of two
-// CTAs owns a block of 128 keys, 64 each. Both pass over the same queries, and give each other their dS: each
-// then computes half the columns of dQ for all 128 keys, for which it holds those columns of the other's K
-// too.
+// Attention backward in one pass for head dimensions for which the registers of a multiprocessor hold dK and
+// dV of only 64 keys. Adding dQ to memory once per 64 keys would take longer than the products, so a cluster
+// of two CTAs owns a block of 128 keys, 64 keys each. Both CTAs iterate over the same queries and exchange
+// their dS; each then computes half the columns of dQ for all 128 keys. For this it also holds those columns
+// of the other CTA's K.
 //
-// Warpgroup 0 produces. The others share the keys of their CTA by product, so that the tensor cores always
-// have work of one of them:
+// Warpgroup 0 is the producer. The other three split the work on the CTA's keys by product, which keeps the
+// tensor cores busy:
 //
 //   values    S = K.Q^T     weights                    dV += P.dO
 //   keys      dP = V.dO^T            dS, to both CTAs  dK += dS.Q
 //   queries                                            dQ = dS^T.K, added to memory in fp32
 //
-// Scores are transposed, so that weights and their gradients leave the accumulators as the register operand
-// of the next product. Shared memory holds two blocks of Q and one and a half of dO, which comes by halves of
-// its columns: while a block is used, the first half of the next one is there already.
+// Scores are transposed, so that the weights and their gradients leave the accumulators as the register
+// operand of the next product. Shared memory holds two blocks of Q and one and a half of dO, which is copied
+// in halves of its columns: the first half of the next block arrives while the current block is used.
 #include "pair_consumers.cuh"
 
-// Executed by one thread. The order of the copies is that in which consumers release what they overwrite; in
+// Executed by one thread. The copies are issued in the order in which the consumers release their slots; in
 // any other order a copy could wait for consumers that wait for a later copy.
 DEVICE void load_queries(const BackwardParams& p, const BackwardShared& sm, const KeyTile& t, int h, int m,
                          const PipelineState<STAGES>& ring, u32 blocks) {
@@ -39,7 +39,7 @@ DEVICE void load_queries(const BackwardParams& p, const BackwardShared& sm, cons
   }
 }
 
-// Executed by one thread: this CTA's keys and values, and its columns of the other CTA's keys.
+// Copies this CTA's keys and values, and its columns of the other CTA's keys. Executed by one thread.
 DEVICE void load_pair_keys(const BackwardParams& p, const BackwardShared& sm, const KeyTile& t) {
   const int h = key_head(p, t), own = t.n0 + cta_rank() * CTA_KEYS,
             other = t.n0 + (cta_rank() ^ 1) * CTA_KEYS;
@@ -72,7 +72,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (CO
   const BackwardShared sm(smem_address(shared));
   launch_dependent_grids();
   if (threadIdx.x == 0) init_pair_barriers(sm);
-  cluster_sync();  // the other CTA's barriers are ready too
+  cluster_sync();  // both CTAs' barriers are initialised
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     register_dealloc<24>();
@@ -91,5 +91,5 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (CO
     consumer.run();
   }
   __syncwarp();
-  cluster_sync();  // nothing is sent to a CTA that has ended
+  cluster_sync();  // a CTA must not exit while the other still writes to its shared memory
 }

@@ -6,8 +6,8 @@
 
 // fa_ops/backends/hopper/kernel_params.py reads these declarations.
 
-// The bits that mask.cu makes of a mask: strides in bytes, 0 for broadcast dimensions, and the offset in a
-// row of its range.
+// A mask packed by mask.cu: strides in bytes, 0 for broadcast dimensions, and the offset of the key range in
+// a row.
 struct MaskBits {
   const unsigned char* bits;
   long long b, h, row, range;
@@ -25,18 +25,18 @@ struct BackwardParams {
   const float* grad_lse;   // the same shape, or null
   float* lse;    // (B * Hq, padded Sq), in log2 units (natural with a bias), +inf for rows without keys
   float* delta;  // the same shape
-  float* sums;         // of dQ with ADDS_DQ: (B * Hq, m_blocks, BLOCK_M * SUM_FEATURES), in accumulator order
-  int* counter;        // tiles taken beyond the first of each CTA, where CTAs are persistent
+  float* sums;         // dQ with ADDS_DQ: (B * Hq, m_blocks, BLOCK_M * SUM_FEATURES), accumulator order
+  int* counter;        // the number of tiles claimed by persistent CTAs beyond their first
   const int* kv_lens;  // (B,) or null
   const float* alibi;  // (B|1, Hq) or null
   const int2* ranges;  // with key ranges: (B, Hq|1, padded Sq), from `clip_ranges`
   const int4* bounds;  // with key ranges: (B, Hq|1, m_blocks), from `clip_ranges`
-  float* key_sums;     // of dK and dV with SPLITS_GROUP, see `key_sums_of`; or null
-  u32* nonfinite;      // whether some of 16 rows of dK, dV or dQ is not finite, see `note_at`
+  float* key_sums;     // sums of dK and dV with SPLITS_GROUP, see `key_sums_of`; or null
+  u32* nonfinite;      // flags for 16 rows of dK, dV or dQ each, see `note_at`
   int B, Hq, Hkv, group, Sq, Sk;
   int window_left, window_right;
   int m_blocks, n_blocks, section, query_section, alibi_b, range_heads;
-  int parts, part_heads;  // parts of a group of query heads, and the heads of each
+  int parts, part_heads;  // parts of a group of query heads, and query heads per part
   int D, Dv;
   float scale;       // of the gradients of q and k
   float tanh_scale;  // with a softcap: scale / softcap
@@ -44,8 +44,8 @@ struct BackwardParams {
   float alibi_unit;
   Strides strides[TENSORS], out_strides;
   long long zeros;    // sums that `preprocess` clears, in units of 16 bytes
-  MaskBits by_key;    // with a mask: the queries of each key
-  MaskBits by_query;  // with a mask, unless ADDS_DQ: the keys of each query
+  MaskBits by_key;    // with a mask: rows are keys
+  MaskBits by_query;  // with a mask, unless ADDS_DQ: rows are queries
   int mask_block;     // bytes of a block of queries in `by_key`, 0 if queries share the mask
   Dropout dropout;
 #if BIAS_BITS || SKIPS_TILES

@@ -1,5 +1,5 @@
-// After the products: sums in accumulator order and fp32 become rows of the input type, one CTA per block:
-// those of dQ with ADDS_DQ, and of dK and dV with SPLITS_GROUP. Rows that are not finite are computed again.
+// After the products: converts fp32 sums in accumulator order to rows of the input type, one CTA per block:
+// dQ with ADDS_DQ, dK and dV with SPLITS_GROUP. Recomputes rows that are not finite.
 #include "recomputed_rows.cuh"
 
 // The rows of a word of `nonfinite`.
@@ -22,7 +22,7 @@ template <int ROWS, int COLUMNS, bool BY_ROWS>
 DEVICE bool convert_sums(const float* sums, int parts, long long step, Element* to, long long row_step,
                          int rows, int columns, float scale) {
   constexpr int EIGHTS = BY_ROWS ? COLUMNS / 8 : COLUMNS / 16;  // of a consumer's columns
-  constexpr int UNROLLED = ADDS_DQ ? 2 : 1;                     // enough loads in flight, little code
+  constexpr int UNROLLED = ADDS_DQ ? 2 : 1;                     // enough loads in flight without much code
   const float4* const block = (const float4*)sums;
   float found = 0.f;
   constexpr int ALL = ROWS * COLUMNS / 16;
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(256) postprocess(const __grid_const
   if (!__syncthreads_or(is_nonfinite || is_noted || note + 256 < end)) return;
   if (__syncthreads_or(is_nonfinite))
     recompute_rows(p, tensor, first, tensor == DQ ? BLOCK_M : BLOCK_N, h, b);
-  __shared__ u32 found[8];  // a bit for each word
+  __shared__ u32 found[8];  // one bit for each word
 #pragma unroll 1
   for (; note < end; note += 256) {
     is_noted = note + (int)threadIdx.x < end && p.nonfinite[note + threadIdx.x];

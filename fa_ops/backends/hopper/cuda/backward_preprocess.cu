@@ -1,10 +1,10 @@
-// Before the products of the backward pass: delta, the LSE in log2 units, and key ranges with all other masks
-// applied.
+// Before the products of the backward pass: delta, the LSE in log2 units, and the key ranges intersected with
+// all other masks.
 #include "backward_tiles.cuh"
 #include "row_sums.cuh"
 
 #if ENTRY_preprocess
-// Zeroes the counter and the sums too. A CTA has 64 rows of a head.
+// Also zeroes the tile counter and the sums. A CTA handles 64 rows of a head.
 extern "C" __global__ void __launch_bounds__(256) preprocess(const __grid_constant__ BackwardParams p) {
   launch_dependent_grids();
   if (p.counter && blockIdx.x + blockIdx.y + threadIdx.x == 0) *p.counter = 0;
@@ -18,9 +18,9 @@ extern "C" __global__ void __launch_bounds__(256) preprocess(const __grid_consta
 }
 #endif
 
-// The keys that each query attends after every mask, and for each block of queries the bounds of the keys
-// that some (x, y) and all (z, w) of them attend. One thread per query. Queries that do not exist attend
-// nothing and bound nothing.
+// The keys that each query attends after every mask and, for each block of queries, the bounds of the keys
+// that some (x, y) and all (z, w) of them attend. One thread per query. Padding queries attend nothing and do
+// not affect the bounds.
 #if ENTRY_clip_ranges
 extern "C" __global__ void __launch_bounds__(BLOCK_M)
     clip_ranges(const int* ranges, const int* kv_lens, int2* clipped, int4* bounds, Strides strides,

@@ -1,18 +1,18 @@
-// dQ in a pass of its own, for which the bits of dQ repeat: nothing is added to memory. One CTA per 128
-// queries, 64 for each consumer, over the keys that they attend. V and K alternate in one ring of slots, V
-// first: its slot is free after one product, early enough for the next block's K.
+// dQ in a separate pass that is bitwise reproducible, since nothing is accumulated in memory. One CTA per 128
+// queries, 64 per consumer, iterates over the keys that they attend. V and K alternate in one ring of slots,
+// V first: its slot is released after one product, early enough for the next block's K.
 //
-// Its CTAs begin while those of backward_keys.cu end, which let them only after they have waited for
-// `preprocess`. The last one waits for that kernel, so that this one does not end before it: `postprocess`
-// waits for this one alone.
+// Its CTAs start while those of backward_keys.cu finish, which launch their dependents only after they have
+// waited for `preprocess`. The last CTA waits for backward_keys.cu, so that this kernel does not end before
+// it: `postprocess` waits for this kernel only.
 //
 // Compile-time: QUERY_BLOCK_N QUERY_STAGES QUERY_SHARED_BYTES, beside what backward.cuh has
 #include "query_consumer.cuh"
 
 static_assert(QUERY_LAYOUT.end == QUERY_SHARED_BYTES, "QUERY_SHARED_BYTES is the layout's size");
 
-// The CTA's first block. Sections of heads share the L2 for K and V; inside one, the longest blocks of all
-// heads come first.
+// The CTA's first block. Sections of heads share the L2 for K and V; within a section the longest blocks of
+// all heads come first.
 DEVICE QueryBlock first_block(const BackwardParams& p) {
   const int heads = p.B * p.Hq, tiles = (p.m_blocks + CONSUMERS - 1) / CONSUMERS,
             per = p.query_section * tiles;

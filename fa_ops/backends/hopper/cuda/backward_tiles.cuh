@@ -1,15 +1,15 @@
-// Which blocks of queries a block of keys meets in the backward pass, and the weight of a score.
+// The blocks of queries that attend a block of keys in the backward pass, and the exponent of a weight.
 //
 // Compile-time: BLOCK_M BLOCK_N SPLITS_GROUP WHOLE_HEADS HAS_WINDOW HAS_RANGES HAS_MASK BIAS_BITS SKIPS_TILES
 #pragma once
 #include "backward_params.cuh"
 #include "seqlen_info.cuh"
 
-// A block of keys with one part of a group of query heads, counted over all groups, and the blocks of queries
-// [first, last) that attend some of it.
+// A block of keys and one part of a group of query heads (`part` counts the parts of all groups), and the
+// range [first, last) of the query blocks that attend some of it.
 struct KeyTile {
   int n0, part, b, keys, first, last;
-  int stored, complete;  // with WHOLE_HEADS: blocks of queries before these have met keys, will meet no more
+  int stored, complete;  // with WHOLE_HEADS: query blocks below these have dQ sums, have final dQ
 };
 
 DEVICE int key_head(const BackwardParams& p, const KeyTile& t) {
@@ -17,7 +17,7 @@ DEVICE int key_head(const BackwardParams& p, const KeyTile& t) {
 }
 DEVICE int first_head(const BackwardParams& p, const KeyTile& t) { return t.part * p.part_heads; }
 
-// The queries [x, y) that may attend some of the keys from `n0` on: none if y is not larger.
+// The range [x, y) of queries that may attend some of the BLOCK_N keys from `n0` on; empty if y <= x.
 DEVICE int2 queries_of(const BackwardParams& p, int n0, int keys) {
 #if HAS_WINDOW
   const int shift = keys - p.Sq;
@@ -60,7 +60,7 @@ DEVICE long long range_row(const BackwardParams& p, int h, int b) {
   return b * p.range_heads + (p.range_heads > 1 ? h : 0);
 }
 
-// From the first to the last column that a mask keeps in some of COUNT rows. Executed by one warp.
+// The range from the first to the last column that a mask keeps in any of COUNT rows. Executed by one warp.
 template <int COUNT> DEVICE int2 kept_range(const MaskBits& bits, int b, int h, int row, int rows) {
   const unsigned char* from = bits.bits + b * bits.b + h * bits.h + bits.range;
   int lo = UNBOUNDED, hi = 0;
@@ -71,8 +71,9 @@ template <int COUNT> DEVICE int2 kept_range(const MaskBits& bits, int b, int h, 
   return make_int2(__reduce_min_sync(~0u, lo), __reduce_max_sync(~0u, hi));
 }
 
-// A bit for each of the 32 blocks of queries from `base` on: those that attend some key of the tile, those of
-// which some query does not attend all of it, and with SKIPS_TILES those in which the mask keeps everything.
+// One bit for each of the 32 query blocks starting at `base`. some: the block attends a key of the tile.
+// edge: some query of the block does not attend the whole tile. full, with SKIPS_TILES: the mask keeps
+// everything.
 struct QueryBlocks {
   u32 some, edge, full;
 };
@@ -109,7 +110,7 @@ DEVICE QueryBlocks query_blocks(const BackwardParams& p, const KeyTile& t, int h
 
 // The base-2 exponent of a weight.
 DEVICE float exponent(const BackwardParams& p, float s, float lse) {
-#if BIAS_BITS  // exact for scores so far from 0 that their product with the scale is not
+#if BIAS_BITS  // exact for large scores, whose product with the scale is rounded
   return (s - lse) * p.scale_log2;
 #else
   return fmaf(s, p.scale_log2, -lse);

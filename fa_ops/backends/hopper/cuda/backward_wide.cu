@@ -1,18 +1,18 @@
-// Gradients of heads with more than 256 features, in two passes over the scores: `wide_keys` computes dK and
-// dV of 64 keys, `wide_queries` dQ of 64 queries, for which a cluster of two CTAs has the registers. Each CTA
-// holds one tensor of the cluster's own tokens and copies one of the others, in blocks of 64 tokens, which
-// serves both of its products:
+// Gradients for more than 256 features, in two passes over the scores: `wide_keys` computes dK and dV of 64
+// keys, `wide_queries` computes dQ of 64 queries. Each is what the registers of a cluster of two CTAs can
+// hold. Each CTA holds one tensor of the cluster's own tokens and streams one tensor of the others in blocks
+// of 64 tokens, which both of its products read:
 //
 //            dK and dV                                dQ
 //   CTA 0    P = exp(K.Q^T - LSE)      dK += dS^T.Q   P = exp(Q.K^T - LSE)      dQ += dS.K
 //   CTA 1    dS = P (V.dO^T - delta)   dV += P^T.dO   dS = P (dO.V^T - delta)
 //
-// P goes from CTA 0 to CTA 1, and dS back, in 16 bits through distributed shared memory. Warpgroup 0 copies,
-// 1 computes scores, and 2 and 3 share the columns of the gradient. Nothing is added in memory: the bits of
-// all gradients repeat.
+// P is sent from CTA 0 to CTA 1, and dS back, as 16-bit values through distributed shared memory. Warpgroup 0
+// copies, warpgroup 1 computes scores, and warpgroups 2 and 3 share the columns of the gradient. Nothing is
+// accumulated in memory, so all gradients are bitwise reproducible.
 //
-// The scores' warpgroup has half the features of the cluster's own tokens in registers, so that shared memory
-// has room for two and a half blocks of the others, not two.
+// The score warpgroup keeps half the features of the cluster's own tokens in registers, so that shared memory
+// has room for two and a half blocks of the streamed tensor instead of two.
 //
 // Compile-time: IS_BF16 HEAD_DIM SHARED_BYTES HAS_KV_LENS, and what backward_results.cuh has
 #include "wide_consumers.cuh"
@@ -22,11 +22,11 @@ DEVICE void init_barriers(const WideShared& sm) {
   constexpr int SCORE_WARPS = 4, GRADIENT_WARPS = 8, ALL = SCORE_WARPS + GRADIENT_WARPS;
   mbar_init(sm.resident_full, 1);
   const bool has_gradient = cta_rank() == 0 || VALUES_HAVE_GRADIENT;
-  // every thread that reads numbers arrives: racecheck does not accept one thread's arrival for its warp
+  // every thread that reads LSE or delta arrives: racecheck does not accept one arrival per warp
   const int block_readers = 32 * SCORE_WARPS + (has_gradient ? GRADIENT_WARPS : 0);
   for (int i = 0; i < SLOTS; i++)
     mbar_init(barrier(sm.full, i), 1), mbar_init(barrier(sm.empty, i), block_readers);
-  // weights are read by the scores' warps for dS, and by those of dV; dS by those of dK or dQ
+  // weights are read by the score warps for dS and the dV warps; dS by the dK or dQ warps
   const int readers = cta_rank() == 1 ? GRADIENT_WARPS : VALUES_HAVE_GRADIENT ? ALL : SCORE_WARPS;
   for (int i = 0; i < 2; i++)
     mbar_init(barrier(sm.received_full, i), 1), mbar_init(barrier(sm.sent_empty, i), readers);
@@ -49,7 +49,7 @@ struct Producer : WideRole {
 
   DEVICE void load_resident() {
     const TensorMap& map = OF_QUERIES ? (rank == 0 ? p.q : p.grad_out) : (rank == 0 ? p.k : p.v);
-    for (int half = 0; half < 2; half++) {  // the first goes to registers
+    for (int half = 0; half < 2; half++) {  // the first half is moved to registers
       const u32 bar = half == 0 ? full() : sm.resident_full;
       mbar_arrive_expect(bar, HALF_BYTES);
       const u32 to = half == 0 ? stream() : sm.resident;
@@ -57,7 +57,7 @@ struct Producer : WideRole {
     }
   }
 
-  // The numbers of a block's queries, which come with the first half.
+  // The LSE or delta of a block's queries, copied with the first half.
   DEVICE void load_numbers([[maybe_unused]] int h, [[maybe_unused]] int m) const {
 #if !OF_QUERIES
     const long long row = ((long long)(work.t.b * p.Hq + h) * p.m_blocks + m) * TOKENS;
@@ -102,7 +102,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
   const WideShared sm(smem_address(shared));
   launch_dependent_grids();
   if (threadIdx.x == 0) init_barriers(sm);
-  cluster_sync();  // the other CTA's barriers are ready too
+  cluster_sync();  // both CTAs' barriers are initialised
   const WideWork work(p);
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
@@ -123,5 +123,5 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
     }
   }
   __syncwarp();
-  cluster_sync();  // nothing is sent to a CTA that has ended
+  cluster_sync();  // a CTA must not exit while the other still writes to its shared memory
 }

@@ -1,5 +1,5 @@
-// A float mask that is added to the scores, as tiles of 64 queries in shared memory: boxes of 128 swizzled
-// bytes per row, one behind the other. BIAS_BITS is 16 for the input type and 32 for fp32.
+// A float mask that is added to the scores, as tiles of 64 queries in shared memory. A tile is a sequence of
+// boxes with 128 swizzled bytes per row. BIAS_BITS is 16 for the input type and 32 for fp32.
 #pragma once
 #include "elements.cuh"
 #include "mask_blocks.cuh"
@@ -10,8 +10,8 @@ struct Bias {
   const char* data;                           // the tensor of the map, for reads of single elements
   long long b, h, row;                        // its strides in bytes, 0 for broadcast dimensions
   int step_b, step_h, step_row, step_column;  // 0 for dimensions of the map that are broadcast, else 1
-  int last_column;                            // where the last pair of a row begins
-  float unit;                                 // of the accumulators, in scores
+  int last_column;                            // the column of the last pair of a row
+  float unit;                                 // one accumulator unit, in scores
   MaskBlocks blocks;                          // with SKIPS_TILES, in the backward of a bool mask too
 };
 #endif
@@ -29,21 +29,20 @@ DEVICE void load_bias_tile(u32 to, const Bias& bias, u32 bar, int row, int colum
              row * bias.step_row, h * bias.step_h, b * bias.step_b);
 }
 
-// The address of an element of a tile. Tiles start at multiples of 1024 bytes, so a step of whole chunks from
-// a place whose chunk has those bits clear flips bits of the address.
+// The address of an element of a tile. Tiles start at multiples of 1024 bytes, so advancing by whole chunks
+// from an address whose chunk bits are clear is an XOR of address bits.
 DEVICE u32 bias_address(u32 tile, int row, int column) {
   return tile + column / BOX_COLUMNS * BOX_BYTES + row * 128 +
          (((column % BOX_COLUMNS / CHUNK_COLUMNS) ^ (row & 7)) << 4) +
          column % CHUNK_COLUMNS * (BIAS_BITS / 8);
 }
 
-// The address `columns` further, a multiple of two chunks, from one in the first two chunks of a tile.
+// Advances an address in the first two chunks of a tile by `columns`, a multiple of two chunks.
 DEVICE u32 advance_columns(u32 at, int columns) {
   return (at ^ (columns % BOX_COLUMNS / CHUNK_COLUMNS << 4)) + columns / BOX_COLUMNS * BOX_BYTES;
 }
 
-// The bias of a thread's `i`-th score and of the seven after it. TRANSPOSED scores have a row for each column
-// of the tile.
+// The bias of scores `i` to `i + 7` of a thread. The rows of TRANSPOSED scores are the columns of the tile.
 template <bool TRANSPOSED> DEVICE void load_bias_elements(float (&y)[8], u32 at, int i) {
 #if BIAS_BITS == 16
   u32 x[4];
@@ -56,7 +55,7 @@ template <bool TRANSPOSED> DEVICE void load_bias_elements(float (&y)[8], u32 at,
 #else
 #pragma unroll
   for (int e = 0; e < 8; e++) {
-    if (TRANSPOSED) {  // the next query, or 8 keys further
+    if (TRANSPOSED) {  // the next query, or the key 8 further on
       y[e] = load_shared<float>((at ^ (e & 3) << 4) + (i * 2 + (e & 4) * 2 + (e & 1)) * 128);
     } else if (e % 2 == 0) {
       const float2 z = load_shared<float2>(advance_columns(at, i * 2 + (e & 4) * 2) + (e & 2) * 4 * 128);
@@ -66,8 +65,8 @@ template <bool TRANSPOSED> DEVICE void load_bias_elements(float (&y)[8], u32 at,
 #endif
 }
 
-// Scores of a warpgroup become s * unit + bias. Their rows are queries, or with TRANSPOSED keys; the first is
-// row, or column, `first` of the tile.
+// Replaces a warpgroup's scores s by s * unit + bias. Their rows are queries, or keys if TRANSPOSED; the
+// first one is row, or column, `first` of the tile.
 template <bool TRANSPOSED, int COUNT>
 DEVICE void add_bias_tile(float (&s)[COUNT], u32 tile, int first, float unit) {
   const int lane = threadIdx.x & 31;
@@ -88,7 +87,7 @@ DEVICE void add_bias_tile(float (&s)[COUNT], u32 tile, int first, float unit) {
   }
 }
 
-// Two neighbours of a row in global memory.
+// Two neighbouring elements of a row in global memory.
 #if BIAS_BITS == 16
 typedef u32 BiasPair;
 DEVICE float2 to_floats(BiasPair x) { return unpack(x); }
@@ -101,7 +100,7 @@ DEVICE const char* bias_row(const Bias& bias, int b, int h, int row) {
   return bias.data + b * bias.b + h * bias.h + row * bias.row;
 }
 
-// The pair `inside` a block of keys that starts at `column`.
+// The pair at offset `inside` of a block of keys that starts at `column`.
 DEVICE BiasPair bias_pair(const char* row, const Bias& bias, int column, int inside) {
   return *(const BiasPair*)(row + (long long)min(column * bias.step_column + inside, bias.last_column) *
                                       (BIAS_BITS / 8));

@@ -1,5 +1,5 @@
-// Which keys a query attends in the forward pass, which blocks of keys a tile visits, and the work item in
-// which the producer publishes both.
+// The keys that a query attends in the forward pass, the blocks of keys that a tile visits, and the work item
+// in which the producer publishes both.
 #pragma once
 #include "tile_scheduler.cuh"
 #if BIAS_BITS || SKIPS_TILES
@@ -18,7 +18,7 @@ DEVICE KeyRange row_range(const Params& p, const Tile& t, int row, int keys) {
   const int i = min(row, p.Sq - 1);
   const int* range =
       p.key_ranges + (long long)t.b * p.ranges_b + (long long)t.h * p.ranges_h + (long long)i * p.ranges_q;
-  // a range may hold anything, and differences of columns must not overflow
+  // the values of a range are not trusted, and differences of columns must not overflow
   r.begin = min(max(r.begin, range[0]), UNBOUNDED);
   r.end = max(min(r.end, range[1]), 0);
 #endif
@@ -29,11 +29,11 @@ DEVICE KeyRange row_range(const Params& p, const Tile& t, int row, int keys) {
 }
 
 DEVICE void set(float& x, float value) { x = value; }
-// For scores that are the bits of floats.
+// The same for scores that are held as the bits of floats.
 DEVICE void set(u32& x, float value) { x = __float_as_int(value); }
 
-// Masks the scores of a thread's two rows, the first of which is of key `from`; the others are constant
-// numbers of keys further.
+// Masks the scores of a thread's two rows. The first score is that of key `from`; the distances of the others
+// are compile-time constants.
 template <class Score, int SCORES>
 DEVICE void mask_by_position(Score (&s)[SCORES], int from, const KeyRange& range0, const KeyRange& range1) {
 #pragma unroll
@@ -47,7 +47,7 @@ DEVICE void mask_by_position(Score (&s)[SCORES], int from, const KeyRange& range
 }
 
 #if HAS_MASK
-// From the first to the last key that the mask keeps for some row of a tile. Executed by one warp.
+// The range from the first to the last key that the mask keeps in any row of a tile. Executed by one warp.
 template <class Params> DEVICE KeyRange mask_range(const Params& p, const Tile& t) {
   const unsigned char* from = p.mask + t.b * p.mask_b + t.h * p.mask_h + p.mask_range;
   int begin = UNBOUNDED, end = 0;
@@ -59,7 +59,7 @@ template <class Params> DEVICE KeyRange mask_range(const Params& p, const Tile& 
 }
 #endif
 
-// The key blocks of a tile: it visits [begin, end), and every row attends every key of [full_begin,
+// The key blocks of a tile: it visits [begin, end), and every row attends all keys of the blocks [full_begin,
 // full_end). No row attends keys from `key_end` on.
 struct BlockRange {
   int begin, end, full_begin, full_end, key_end;
@@ -102,13 +102,13 @@ DEVICE BlockRange blocks_of(const Params& p, const Tile& t, int keys, int rows =
   return n;
 }
 
-// A tile with its keys, which the producer computes once for all warps of the CTA.
+// A tile and its key blocks, which the producer computes once for all warps of the CTA.
 struct WorkItem {
   Tile tile;
   int keys;
   BlockRange blocks;
 #if SKIPS_TILES
-  TileWalk<BLOCK_N> walk;  // where the producer takes them from; not published
+  TileWalk<BLOCK_N> walk;  // the iteration over listed tiles, used by the producer alone; not published
 #endif
 };
 #if PACKED_QUERIES
@@ -120,8 +120,8 @@ constexpr u32 WORK_ITEM_BYTES = 48;
 #if SKIPS_TILES
 static_assert(MASK_TILE % BLOCK_M == 0, "a tile's queries have one list");
 
-// Which of an item's blocks some listed tile of the mask overlaps: the walk, and the last of them. Executed
-// by one warp.
+// Starts the iteration over the item's blocks that overlap a listed tile of the mask, and finds the last of
+// them. Executed by one warp.
 template <class Params> DEVICE void find_tiles(const Params& p, WorkItem& item) {
   BlockRange& n = item.blocks;
   if (n.end <= n.begin) return;
@@ -158,7 +158,7 @@ DEVICE void store_work_item(u32 at, const WorkItem& item) {
 #endif
 }
 
-// What a tile has besides its first row, head and batch row.
+// The fields of a tile besides its first row, head and batch row.
 DEVICE void load_rest(Tile& tile, u32 at) {
 #if SPLITS_KEYS
   const int4 y = load_shared<int4>(at + 32);

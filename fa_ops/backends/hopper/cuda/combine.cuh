@@ -1,31 +1,33 @@
-// The combine kernel of Flash-Decoding: merges the splits of the items that several CTAs share. It is
-// launched with the attending kernel and is resident when that one ends; no CTA waits for others or counts
-// them. Each CTA whose work range begins inside an item merges a slice of that item's rows and columns, all
-// of them the same share, none more than the numbers of two splits.
+// The combine kernel of Flash-Decoding: merges the splits of work items that several CTAs share. It is
+// launched together with the attention kernel and is already resident when that kernel ends; no CTA polls a
+// counter. Each CTA whose work range begins inside an item merges a slice of that item's rows and columns.
+// All slices of an item have equal size, at most the elements of two splits.
 //
 // A kernel provides ROWS and VALUE_DIM; packed_rows(p), the number of rows that exist; finish_packed_row(p,
-// split, row, max2, total, writes_lse, inverse), which returns the row's index in the output and the factor
-// of its sums; write_columns(p, row, column, x, inverse), for two columns; and replace_columns(p, split, row,
-// column), which computes two columns of a row exactly for each lane. Its parameters have `partial` (2 *
-// CTAs, ROWS, VALUE_DIM), sums of weighted values, relative to the maxima in `partial_stats` (2 * CTAs,
-// ROWS), which hold a maximum in log2 units and a sum of weights.
+// split, row, max2, total, writes_lse, inverse), which returns the row's index in the output and sets the
+// factor that normalises it; write_columns(p, row, column, x, inverse), for two columns; and
+// replace_columns(p, split, row, column), which computes two columns of a row exactly in each lane. Its
+// parameters hold `partial` (2 * CTAs, ROWS, VALUE_DIM), the weighted sums of values relative to the maxima,
+// and `partial_stats` (2 * CTAs, ROWS), a maximum in log2 units and a sum of weights for each row.
 #pragma once
 #include "exact_row.cuh"
 #include "softmax.cuh"
 #include "work_ranges.cuh"
 
-// A CTA has a slot for each end of its work range. Only an item's first split can be the second of its CTA.
+// A CTA has one slot for each end of its work range. Only the first split of an item can be the second split
+// of its CTA.
 template <class Params> DEVICE int slot_of(const Params& p, const Split& t, int split) {
   return ((t.first_group + split) * group_width(p) + blockIdx.x % group_width(p)) * 2 +
          (split == 0 && t.flags & FIRST_IN_SECOND_SLOT ? 1 : 0);
 }
 DEVICE int own_slot(const Split& t) { return blockIdx.x * 2 + (t.flags & SECOND_SLOT ? 1 : 0); }
 
-constexpr int SEGMENTS = VALUE_DIM / 64;  // of a row: 64 columns each
+constexpr int SEGMENTS = VALUE_DIM / 64;  // per row, of 64 columns each
 
-// A warp merges segments: number `first` of the item's and every `step`th after it. It reads SPLITS splits of
-// 32 / SPLITS segments at once, each lane the statistics of one. The order is always the same, whichever warp
-// merges. Returns whether this lane has met a sum that is not finite.
+// Merges segments of an item: segment `first` and every `step`-th one after it. Executed by one warp, which
+// reads SPLITS splits of 32 / SPLITS segments at a time; each lane reads the statistics of one. The order of
+// the additions does not depend on which warp merges. Returns whether this lane has found a sum that is not
+// finite.
 template <int SPLITS, class Params>
 DEVICE bool combine_rows(const Params& p, const Split& t, int first, int step) {
   constexpr int ITEMS = 32 / SPLITS;
@@ -34,7 +36,7 @@ DEVICE bool combine_rows(const Params& p, const Split& t, int first, int step) {
 #pragma unroll 1
   for (int i = first; i < segments; i += step * ITEMS) {
     const int own_segment = i + lane / SPLITS * step,
-              own = min(own_segment, segments - 1) / SEGMENTS;  // those of this lane's statistics
+              own = min(own_segment, segments - 1) / SEGMENTS;  // the row whose statistics this lane reads
     float max2 = UNINITIALISED_MAX, total = 0.f;
     float2 x[ITEMS] = {};
 #pragma unroll 1
@@ -88,12 +90,12 @@ DEVICE bool combine_rows(const Params& p, const Split& t, int first, int step) {
 
 template <class Params> DEVICE void combine_splits(const Params& p) {
   launch_dependent_grids();
-  const WorkIterator<Params> iterator(p);  // lengths can be read when this kernel starts, the splits can not
+  const WorkIterator<Params> iterator(p);  // the lengths can be read at once, the splits only after the wait
   const bool shared = iterator.at < iterator.stop && iterator.at > iterator.item_begin;
   Split t;
   if (shared) t = iterator.split(), iterator.find_splits(t);
-  wait_for_prior_grid();  // also in CTAs without work: the next kernel takes this one's end for the first
-                          // one's
+  wait_for_prior_grid();  // CTAs without work wait too: the end of this kernel must imply that of
+                          // the attention kernel
   if (!shared) return;
   const int slices = t.splits - 1, warps = blockDim.x / 32,
             first = iterator.cta_group - t.first_group - 1 + warp_uniform(threadIdx.x / 32) * slices,
@@ -103,7 +105,7 @@ template <class Params> DEVICE void combine_splits(const Params& p) {
   else if (t.splits <= 8) is_unusable = combine_rows<8>(p, t, first, step);
   else is_unusable = combine_rows<32>(p, t, first, step);
   if (__any_sync(~0u, is_unusable)) {
-    t = WorkIterator<Params>(p).split();  // computed again, so that it takes no registers until here
+    t = WorkIterator<Params>(p).split();  // computed again here to save registers until now
 #pragma unroll 1
     for (int segment = first; segment < packed_rows(p) * SEGMENTS; segment += step)
       replace_columns(p, t, segment / SEGMENTS, segment % SEGMENTS * 64 + (threadIdx.x & 31) * 2);

@@ -1,9 +1,9 @@
-// The sequences of a packed batch. `cu_seqlens` may hold anything: an entry less than the one before it
-// counts as equal to it.
+// The sequences of a packed batch. The entries of `cu_seqlens` are not trusted: an entry that is less than
+// its predecessor is treated as equal to it.
 #pragma once
 #include "ptx.cuh"
 
-// Executed by a CTA of 256 threads: whether no entry is less than the one before it.
+// Whether `cu_seqlens` is non-decreasing. Executed by a CTA of 256 threads.
 DEVICE bool are_sorted(const int* cu_seqlens, int sequences) {
   bool sorted = true;
   for (int b = threadIdx.x; b < sequences; b += 256) sorted = sorted && cu_seqlens[b] <= cu_seqlens[b + 1];
@@ -24,7 +24,7 @@ DEVICE int sequence_of(const int* cu_seqlens, int sequences, int i, bool sorted)
   return after - 1;
 }
 
-// Entry `b` with the rule above applied, clamped to [0, tokens].
+// Entry `b` of `cu_seqlens`, with the rule above applied, clamped to [0, tokens].
 DEVICE int sequence_begin(const int* cu_seqlens, int b, int tokens, bool sorted) {
   int at = cu_seqlens[b];
   if (!sorted)

@@ -1,8 +1,8 @@
 // Decoding for sm_90a, after Flash-Decoding: few queries against a long KV cache. A CTA attends the packed
-// queries of all heads that share a KV head (pack_gqa), at most ROWS rows. work_ranges.cuh cuts the keys;
-// combine.cuh merges the items that several CTAs share. One warp produces: it copies as far ahead as the ring
-// allows, across items. WARPS warps attend 16 keys of each tile with running maxima and sums of their own,
-// which they reduce at the end of an item.
+// queries of all heads that share a KV head (pack_gqa), at most ROWS rows. work_ranges.cuh divides the keys
+// among CTAs; combine.cuh merges the items that several CTAs share. One warp is the producer and copies as
+// far ahead as the ring allows, across items. WARPS warps attend 16 keys of each tile each, with their own
+// running maxima and sums, which are reduced at the end of an item.
 //
 // Compile-time: IS_BF16 IS_E4M3 HEAD_DIM VALUE_DIM STAGES WARPS ROWS SHARED_BYTES IS_PAGED COPY_KEYS
 // WHOLE_ROWS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_SCALES SHARES_TOKENS
@@ -17,14 +17,14 @@
 #include "named_barriers.cuh"
 #include "pipeline.cuh"
 
-constexpr int ITEMS = 2;  // whose queries are held at once
+constexpr int ITEMS = 2;  // the number of items whose queries are in shared memory
 constexpr u32 K_BYTES = CacheTile<HEAD_DIM>::BYTES, V_BYTES = CacheTile<VALUE_DIM>::BYTES,
               Q_BYTES = ROWS * HEAD_DIM * 2;
 constexpr float RESCALE_THRESHOLD_LOG2 = 8.f;
 static_assert(ROWS == 8 || ROWS == 16, "one tensor-core tile of rows, or half of it");
 static_assert(!IS_PAGED || BLOCK_N / COPY_KEYS <= 32, "a lane for each page of a tile, and a bit");
 
-// A split, with the keys [begin, end) that its batch row attends, and the scales of its batch row.
+// A split, the keys [begin, end) that its batch row attends, and the scales of its batch row.
 struct DecodeSplit : Split {
   int begin, end;
   RowScales scales;
@@ -34,10 +34,10 @@ constexpr u32 DECODE_SPLIT_BYTES = SPLIT_BYTES + 16;
 // Offsets in shared memory, in order.
 struct DecodeShared {
   u32 k, v, q;
-  u32 sums, stats;  // of each warp, when an item ends
-  u32 split;        // of each item
-  u32 pages;        // of each stage: a bit for each copy whose page exists
-  u32 scales;       // of each stage: those of pages or tokens
+  u32 sums, stats;  // per warp, at the end of an item
+  u32 split;        // per item
+  u32 pages;        // per stage: one bit for each copy, set if its page exists
+  u32 scales;       // per stage: the scales of its pages or tokens
   u32 q_full, q_empty, k_full, v_full, kv_empty, end;
 
   DEVICE constexpr explicit DecodeShared(u32 base)
@@ -60,8 +60,8 @@ constexpr DecodeShared LAYOUT(0);
 static_assert(LAYOUT.end <= SHARED_BYTES && SHARED_BYTES < LAYOUT.end + 16,
               "SHARED_BYTES is the layout's size");
 
-// Executed by one lane: copies columns by COPY_KEYS keys, or all bytes of these keys in the order of memory.
-// What lies outside the map is zero.
+// Copies a tile in columns of COPY_KEYS keys, or all features of these keys in memory order. Out-of-bounds
+// elements are zero-filled. Executed by one lane.
 template <class Tile>
 DEVICE void copy_rows(const TensorMap& map, u32 full, u32 to, int h, const int (&token)[COPIES],
                       const int (&page)[COPIES]) {
@@ -89,7 +89,7 @@ DEVICE void copy_tile(const DecodeParams& p, const DecodeShared& sm, const Decod
   at %= p.page;
   const u32 found = __ballot_sync(~0u, own_page >= 0);
 #pragma unroll
-  for (int j = 0; j < COPIES; j++)  // pages of fewer than 64 keys are one copy each
+  for (int j = 0; j < COPIES; j++)  // pages of fewer than 64 keys are copied whole
     page[j] = __shfl_sync(~0u, own_page, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);
 #else
 #pragma unroll
@@ -116,7 +116,7 @@ DEVICE void copy_tile(const DecodeParams& p, const DecodeShared& sm, const Decod
   kv.next();
 }
 
-// Executed by one warp. An item's first copies are issued before anything is computed that they do not need.
+// Executed by one warp. The first copies of an item are issued before anything that they do not depend on.
 DEVICE void produce(const DecodeParams& p, const DecodeShared& sm) {
   const bool leader = elect_one();
   PipelineState<STAGES> kv;
@@ -150,8 +150,8 @@ DEVICE void produce(const DecodeParams& p, const DecodeShared& sm) {
   }
 }
 
-// Writes the LSE of an item's row. Returns the row's index in the output, and in `inverse` the factor of its
-// sums.
+// Writes the LSE of a row of an item. Returns the row's index in the output, and sets `inverse` to the factor
+// that normalises its sums.
 DEVICE int finish_packed_row(const DecodeParams& p, const Split& t, int row, float max2, float total,
                              bool writes_lse, float& inverse) {
   const int head = kv_head(p, t) * p.group + (u32)row / (u32)p.Sq, s = (u32)row % (u32)p.Sq;
@@ -170,7 +170,7 @@ DEVICE void write_columns(const DecodeParams& p, int out_row, int column, float2
   if (column < p.Dv) *(u32*)(p.out + (long long)out_row * p.Dv + column) = pack(x.x * inverse, x.y * inverse);
 }
 
-// A row of an item that is attended exactly.
+// A row of an item, computed exactly.
 struct DecodeExactRow : ExactCacheRow<DecodeParams> {
   const int item, head, s, diagonal;
   int begin, end;
@@ -221,7 +221,7 @@ struct DecodeExactRow : ExactCacheRow<DecodeParams> {
   }
 };
 
-// Executed by one warp: replaces two columns of a row for each lane, computed exactly.
+// Replaces two columns of a row in each lane by exact results. Executed by one warp.
 DEVICE void replace_columns(const DecodeParams& p, const Split& t, int row, int column) {
   ExactColumns found;
   if (attend_exactly(DecodeExactRow(p, t, row), column, p.Dv, found)) {
@@ -239,8 +239,8 @@ struct DecodeConsumer {
   PipelineState<STAGES> kv;
   Queries queries;
   Sums sums;
-  float row_max[2], sum[2];  // of rows lane / 4 and lane / 4 + 8
-  float reference[2];        // of the weights of values in log2 units, see TileScales
+  float row_max[2], sum[2];  // for rows lane / 4 and lane / 4 + 8
+  float reference[2];        // for the weights of values, in log2 units, see TileScales
   float slope[2];
   int first_key[2], end_key[2], diagonal[2];
 
@@ -270,7 +270,7 @@ struct DecodeConsumer {
 
   DEVICE float log2_weight(float x, int r) const { return (x - row_max[r]) * p.scale_log2; }
 
-  // Of a lane's four numbers of a row.
+  // The largest of a lane's four elements of a row.
   DEVICE static float largest(const float (&x)[2][4], int r) {
     return fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
   }
@@ -279,7 +279,7 @@ struct DecodeConsumer {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
   }
 
-  // Turns scores into weights, the operand of the product with the values.
+  // Converts scores to weights, the operand of the product with the values.
   DEVICE void exponentiate(u32 (&w)[4], const float (&x)[2][4], const TileScales& scales) {
 #pragma unroll
     for (int r = 0; r < ROWS / 8; r++) {
@@ -315,7 +315,8 @@ struct DecodeConsumer {
       sums.o[i][2 * r] *= factor, sums.o[i][2 * r + 1] *= factor;
   }
 
-  // The logarithm of a row's largest weight times the scale of its value; `m` is the largest score.
+  // The base-2 logarithm of a row's largest product of a weight and the scale of its value; `m` is the
+  // largest score.
   DEVICE float largest_of_values(const float (&x)[2][4], const TileScales& scales, float m, int r) const {
     if (HAS_SCALES == 2) return log2_weight(m, r) + scales.log2_size(0, 0);
     float y[2][4];
@@ -327,7 +328,8 @@ struct DecodeConsumer {
     return max_of_row(largest(y, r));
   }
 
-  // Returns the factor of the row's sums. `fall` is the logarithm of that of its weights.
+  // Returns the factor for the row's sums of values. `fall` is the base-2 logarithm of the factor for its
+  // weights.
   DEVICE float move_reference(const float (&x)[2][4], const TileScales& scales, float m, float fall, int r) {
     const float old = reference[r] + fall;
     reference[r] = fmaxf(old, largest_of_values(x, scales, m, r));
@@ -340,7 +342,7 @@ struct DecodeConsumer {
     mbar_wait(barrier(sm.k_full, stage), kv.phase);
     queries.multiply(s, slot_at<K_BYTES>(sm.k, stage), warp * 16);
     const TileScales scales = TileScales::of(p, slot_at<SCALES_BYTES>(sm.scales, stage), warp * 16);
-    u32 exists = 3;  // a bit for each of two times 8 keys whose page exists
+    u32 exists = 3;  // one bit for each 8 of 16 keys, set if their page exists
 #if IS_PAGED
     const u32 found = load_shared<u32>(slot_at<4>(sm.pages, stage));
     exists = 0;
@@ -370,7 +372,7 @@ struct DecodeConsumer {
     if (ROWS == 8) w[1] = w[3] = any_number();
     exponentiate(w, x, scales);
     mbar_wait(barrier(sm.v_full, stage), kv.phase);
-    // keys outside the row's range may hold anything, and 0 * NaN is NaN
+    // memory outside the row's range is arbitrary, and 0 * NaN is NaN
     u32 keep[2] = {~0u, ~0u};
     const int own_key = key + (lane & 3) * 2;
     if (key + 16 > t.end) keep[0] = below(t.end - own_key), keep[1] = below(t.end - own_key - 8);
@@ -382,11 +384,11 @@ struct DecodeConsumer {
     kv.next();
   }
 
-  // A mask of two keys in one word: those among the first `keys`.
+  // A mask for two keys in one word, which selects those among the first `keys`.
   DEVICE u32 below(int keys) { return keys <= 0 ? 0u : keys == 1 ? 0xFFFFu : ~0u; }
 
-  // The warps' sums meet in shared memory, swizzled by 8 columns because rows are a multiple of all banks
-  // apart.
+  // The warps exchange their sums through shared memory, swizzled in units of 8 columns because the row size
+  // is a multiple of all banks.
   DEVICE u32 sums_at(int w, int row) const { return sm.sums + (w * ROWS + row) * (VALUE_DIM * 4); }
   DEVICE static int swizzle(int row) { return (row & 7) * 8; }
 
@@ -437,7 +439,7 @@ struct DecodeConsumer {
 #pragma unroll 1
       for (int i = tid; i < packed_rows(p) * (VALUE_DIM / 2); i += 32 * WARPS)
         replace_columns(p, t, i / (VALUE_DIM / 2), i % (VALUE_DIM / 2) * 2);
-    named_barrier_sync(DECODE_CONSUMERS, 32 * WARPS);  // the sums have been read
+    named_barrier_sync(DECODE_CONSUMERS, 32 * WARPS);  // all sums have been read
   }
 
   DEVICE void run() {
@@ -470,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
     for (int i = 0; i < STAGES; i++)
       mbar_init(barrier(sm.k_full, i), HAS_TILE_SCALES ? 1 + 32 : 1), mbar_init(barrier(sm.v_full, i), 1),
           mbar_init(barrier(sm.kv_empty, i), WARPS);
-    // the first read of a line of parameters takes as long as one from memory: here the CTA waits anyway
+    // the first read of a line of parameters has the latency of memory, which is hidden here
     store_shared(sm.split, make_int4((int)(u64)p.out, p.B, p.window_right, __float_as_int(p.scale_log2)));
     mbar_init_fence();
   }

@@ -1,11 +1,11 @@
-// The products of decode.cu with e4m3 keys and values, which are converted to float16 without an error.
-// `ldmatrix` moves pairs of bytes, so the numbers of a pair are neighbouring features of a key, or of a value
-// after a transposition. Queries are brought into the order in which lanes have the features of keys, and
-// accumulators have columns of values in an order of their own.
+// The products of decode.cu with e4m3 keys and values, which are converted to float16 exactly. `ldmatrix`
+// moves pairs of bytes, so the numbers of a pair are neighbouring features of a key or, after a
+// transposition, of a value. The queries are permuted to the order in which lanes hold the features of keys,
+// and the columns of the accumulators are permuted likewise.
 #pragma once
 #include "decode_params.cuh"
 
-// Keys or values in shared memory: columns of 128 bytes, or one of 64, swizzled as wide.
+// Keys or values in shared memory: columns of 128 bytes, or one of 64, with a swizzle of the same width.
 template <int DIM> struct CacheTile {
   static constexpr int FEATURES = DIM == 64 ? 64 : 128, COLUMNS = (DIM + FEATURES - 1) / FEATURES;
   static constexpr u32 COLUMN_BYTES = FEATURES, BYTES = BLOCK_N * COLUMNS * COLUMN_BYTES;
@@ -17,12 +17,13 @@ template <int DIM> struct CacheTile {
   }
 };
 
-// The queries of a warp. Lane l has of row l / 4, and of that 8 further, the features 16 d + 4 (l % 4) and
-// three more of each 16, as `ldmatrix` gives it bytes of key l / 4. float16 does not hold every bfloat16
-// number: the largest of a row is multiplied by a power of two to lie in [2^14, 2^15).
+// The queries of a warp. For rows l / 4 and l / 4 + 8, lane l holds features 16 d + 4 (l % 4) to 16 d + 4 (l
+// % 4) + 3 of each 16, which match the bytes of key l / 4 that `ldmatrix` returns. float16 cannot represent
+// every bfloat16 number, so each row is scaled by a power of two that brings its largest element into [2^14,
+// 2^15).
 struct Queries {
   u32 q[HEAD_DIM / 16][4];
-  float unit[2];  // of rows lane / 4 and lane / 4 + 8
+  float unit[2];  // for rows lane / 4 and lane / 4 + 8
 
   DEVICE void load(u32 at) {
     const int lane = threadIdx.x & 31;
@@ -57,7 +58,7 @@ struct Queries {
       }
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const int exponent = max(__float_as_int(largest) >> 23, 15);  // neither factor is 0 or infinite
+    const int exponent = max(__float_as_int(largest) >> 23, 15);  // so that neither factor is 0 or infinite
     const float factor = __int_as_float((268 - exponent) << 23);
     unit[r] = __int_as_float((exponent - 14) << 23);
 #pragma unroll
@@ -69,8 +70,8 @@ struct Queries {
       }
   }
 
-  // Adds products with 16 keys from row `first` of a tile on: [keys / 8][halves of the sum, for shorter
-  // chains].
+  // Accumulates the products with 16 keys from row `first` of a tile on, as [keys / 8][halves of the sum, to
+  // shorten dependency chains].
   DEVICE void multiply(float (&s)[2][2][4], u32 tile, int first) const {
     const int lane = threadIdx.x & 31, matrix = lane >> 3, row = first + (lane & 7) + (matrix >> 1) * 8;
 #pragma unroll
@@ -86,19 +87,19 @@ struct Queries {
     }
   }
 
-  // The products of row lane / 4 + 8 * r, in units of query and key.
+  // The products of row lane / 4 + 8 * r, in units of query times key.
   DEVICE float product(float x, int r) const { return x * unit[r]; }
   DEVICE void scale(float factor, int r) { unit[r] *= factor; }
 };
 
 DEVICE u32 pack_weights(float low, float high) { return pack_f16(low, high); }
 
-// A warp's sums of weighted values: of rows lane / 4 and lane / 4 + 8. Tile 2 i has the even columns of 16,
-// tile 2 i + 1 the odd ones.
+// A warp's sums of weighted values, for rows lane / 4 and lane / 4 + 8. Tile 2 i holds the even columns of
+// 16, tile 2 i + 1 the odd ones.
 struct Sums {
   float o[VALUE_DIM / 8][4];
 
-  // Adds 16 values from row `first` of a tile on. `keep` masks eight of them each.
+  // Accumulates 16 values from row `first` of a tile on. `keep` masks eight of them each.
   DEVICE void add(const u32 (&w)[4], u32 tile, int first, const u32 (&keep)[2]) {
     const int lane = threadIdx.x & 31, matrix = lane >> 3, row = first + (lane & 7) + (matrix & 1) * 8;
 #pragma unroll
@@ -107,7 +108,7 @@ struct Sums {
       ldmatrix_x4<true>(v, CacheTile<VALUE_DIM>::at(tile, row, i + (matrix >> 1)));
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        u32 even[2], odd[2];  // of keys 0 to 7, and of keys 8 to 15
+        u32 even[2], odd[2];  // for keys 0 to 7, and for keys 8 to 15
 #pragma unroll
         for (int half = 0; half < 2; half++)
           unpack_e4m3(__byte_perm(v[2 * j + half] & keep[half], 0, 0x3120), even[half], odd[half]);

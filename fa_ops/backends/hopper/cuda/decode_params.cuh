@@ -1,10 +1,10 @@
-// The parameters of decode.cu, and how it cuts its work.
+// The parameters of decode.cu, and how it partitions its work.
 #pragma once
 #include "elements.cuh"
 #include "paged_kv.cuh"
 #include "work_ranges.cuh"
 
-constexpr int BLOCK_N = 16 * WARPS, COPIES = BLOCK_N / COPY_KEYS;  // keys of a tile, and their copies
+constexpr int BLOCK_N = 16 * WARPS, COPIES = BLOCK_N / COPY_KEYS;  // keys per tile, and copies per tile
 #if IS_E4M3
 typedef E4m3 CacheElement;
 #else
@@ -25,11 +25,11 @@ struct DecodeParams {
   const float* alibi;                 // (B|1, Hq) or null
   const float *k_scale, *v_scale;     // or null, see decode_scales.cuh
   int B, Hq, Hkv, group, Sq, Sk, Dv;  // Sk: capacity of the cache
-  int idle;  // groups of CTAs without an item in the last round, if each takes whole items
+  int idle;  // groups of CTAs without work in the last wave, if each processes whole items
   int window_left, window_right, page, page_count, table_stride, alibi_b, ranges_b;
   float tanh_scale, scale_log2, alibi_unit;
   int D;
-  int width;  // CTAs of a group, with a kv head each
+  int width;  // CTAs per group, one for each kv head
   const Element* q_rows;  // the tensors of the maps, for rows that are attended exactly
   const CacheElement *k_rows, *v_rows;
   Strides q_strides, k_strides, v_strides;
@@ -46,7 +46,7 @@ DEVICE BatchRow batch_row(const DecodeParams& p, int b) {
   return r;
 }
 
-// Where tokens lie together with all their heads, the CTAs of a group attend the same tokens at about the
+// If the heads of a token are adjacent in memory, the CTAs of a group attend the same tokens at about the
 // same time, each for one head.
 DEVICE int group_width(const DecodeParams& p) { return SHARES_TOKENS ? p.width : 1; }
 DEVICE int items_per_row(const DecodeParams& p) { return (u32)p.Hkv / (u32)group_width(p); }
@@ -55,8 +55,8 @@ DEVICE int kv_head(const DecodeParams& p, const Split& t) {
 }
 DEVICE int packed_rows(const DecodeParams& p) { return p.group * p.Sq; }
 
-// Whole items, if all have the same length and no CTA gets more than a tile beyond its share: nothing is
-// merged then. Else tiles.
+// Whole items, if all have the same length and no CTA gets more than one tile beyond its share: then nothing
+// needs merging. Otherwise single tiles.
 DEVICE Partition partition_of(const DecodeParams& p, int total, int shortest, int longest) {
   const int groups = gridDim.x / (u32)group_width(p);
   if (shortest == longest && (long long)p.idle * longest <= groups)

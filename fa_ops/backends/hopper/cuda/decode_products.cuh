@@ -1,14 +1,14 @@
-// The products of decode.cu with 16-bit keys and values, which `ldmatrix` brings as operands.
+// The products of decode.cu with 16-bit keys and values, which `ldmatrix` loads as operands.
 #pragma once
 #include "decode_params.cuh"
 
 // Keys or values in shared memory: columns of 128 bytes, or whole rows.
 template <int DIM> struct CacheTile {
-  static constexpr int FEATURES = 64, COLUMNS = DIM / FEATURES;  // of a column, and their number
+  static constexpr int FEATURES = 64, COLUMNS = DIM / FEATURES;  // features per column
   static constexpr u32 COLUMN_BYTES = 128, BYTES = BLOCK_N * COLUMNS * COLUMN_BYTES;
 
-  // The address of 16 bytes, swizzled, in row order where rows are copied whole. Eight rows then share half
-  // as many banks, which costs less than reading each half of a row from memory separately.
+  // The swizzled address of 16 bytes, in memory order if rows are copied whole. Eight rows then share half as
+  // many banks, which costs less than reading the halves of a row from memory separately.
   DEVICE static u32 at(u32 base, int row, int chunk) {
     if (!WHOLE_ROWS) return swizzled(base, BLOCK_N, row, chunk);
     const int line = row * COLUMNS + (chunk >> 3);
@@ -27,8 +27,8 @@ struct Queries {
       ldmatrix_x4<false>(q[d], swizzled(at, ROWS, row, 2 * d + (matrix >> 1)));
   }
 
-  // Adds products with 16 keys from row `first` of a tile on: [keys / 8][halves of the sum, for shorter
-  // chains].
+  // Accumulates the products with 16 keys from row `first` of a tile on, as [keys / 8][halves of the sum, to
+  // shorten dependency chains].
   DEVICE void multiply(float (&s)[2][2][4], u32 tile, int first) const {
     const int lane = threadIdx.x & 31, matrix = lane >> 3, row = first + (lane & 7) + (matrix >> 1) * 8;
 #pragma unroll
@@ -39,18 +39,18 @@ struct Queries {
     }
   }
 
-  // The products of row lane / 4 + 8 * r, in units of query and key.
+  // The products of row lane / 4 + 8 * r, in units of query times key.
   DEVICE float product(float x, int) const { return x; }
   DEVICE void scale(float, int) {}
 };
 
 DEVICE u32 pack_weights(float low, float high) { return pack(low, high); }
 
-// A warp's sums of weighted values: of rows lane / 4 and lane / 4 + 8.
+// A warp's sums of weighted values, for rows lane / 4 and lane / 4 + 8.
 struct Sums {
   float o[VALUE_DIM / 8][4];
 
-  // Adds 16 values from row `first` of a tile on. `keep` masks eight of them each.
+  // Accumulates 16 values from row `first` of a tile on. `keep` masks eight of them each.
   DEVICE void add(const u32 (&w)[4], u32 tile, int first, const u32 (&keep)[2]) {
     const int lane = threadIdx.x & 31, matrix = lane >> 3, row = first + (lane & 7) + (matrix & 1) * 8;
 #pragma unroll

@@ -1,9 +1,9 @@
-// The scales by which decode.cu multiplies e4m3 keys and values. HAS_SCALES is 0 without, 1 for (B, Hkv), 2
-// for (pages, Hkv), and 3 for those of each token: (pages, page, Hkv) or (B, Hkv, Sk).
+// The scales of e4m3 keys and values in decode.cu. HAS_SCALES is 0 without scales, 1 for (B, Hkv), 2 for
+// (pages, Hkv), and 3 for scales of tokens: (pages, page, Hkv) or (B, Hkv, Sk).
 #pragma once
 #include "decode_params.cuh"
 
-// Those of a batch row, for one KV head.
+// The scales of a batch row, for one KV head.
 struct RowScales {
 #if HAS_SCALES == 1
   float key, value;
@@ -23,20 +23,20 @@ struct RowScales {
 #endif
 };
 
-// Of a tile: those of the keys of each copy or token, then those of the values.
+// The scales of a tile in shared memory: those of the keys (one per copy or token), then those of the values.
 constexpr bool HAS_TILE_SCALES = HAS_SCALES >= 2;
 constexpr int TILE_SCALES = HAS_SCALES == 2 ? COPIES : HAS_SCALES == 3 ? BLOCK_N : 0;
 constexpr u32 SCALES_BYTES = TILE_SCALES * 8;
 
-// Where the scale of a token is: `key` of batch row `b`, or `slot` of a page.
+// The index of a token's scale: token `key` of batch row `b`, or token `slot` of a page.
 DEVICE long long scale_at(const DecodeParams& p, int b, int h, int page, int slot, int key) {
   if (HAS_SCALES == 2) return (long long)page * p.Hkv + h;
   if (IS_PAGED) return ((long long)page * p.page + slot) * p.Hkv + h;
   return ((long long)b * p.Hkv + h) * p.Sk + key;
 }
 
-// Executed by a warp, of which each lane has the page of a copy, or -1. Scales of keys that are not attended
-// become 0.
+// Copies the scales of a tile; those of keys that are not attended become 0. Executed by one warp, each lane
+// of which holds the page of one copy, or -1.
 DEVICE void copy_tile_scales(const DecodeParams& p, u32 to, int b, int h, int first, KeyRange keys,
                              int page) {
   const int lane = threadIdx.x & 31;
@@ -53,9 +53,9 @@ DEVICE void copy_tile_scales(const DecodeParams& p, u32 to, int b, int h, int fi
   }
 }
 
-// Those of a lane's keys among the 16 of its warp: two in each half. In products with values of scale v,
-// which are of 16-bit numbers, a weight is 2^(score + log2 |v|), relative to a reference near the row's
-// largest such power. The sum of weights has no scales.
+// The scales of a lane's keys among the 16 of its warp, two in each half. In the product with values of scale
+// v, which is in 16 bits, a weight is 2^(score + log2 |v|) relative to a reference near the row's largest
+// such power. The sum of weights does not contain scales.
 struct TileScales {
 #if HAS_SCALES == 3
   float2 keys[2], values[2];
@@ -91,7 +91,7 @@ struct TileScales {
   DEVICE float log2_size(int j, int i) const {
     return HAS_TILE_SCALES ? log2_fast(fabsf(value(j, i))) : 0.f;
   }
-  // The sign bits of two weights in a word.
+  // The sign bits of two packed weights.
   DEVICE u32 signs(int j) const {
     return HAS_TILE_SCALES ? (value(j, 0) < 0.f ? 0x8000u : 0u) | (value(j, 1) < 0.f ? 0x80000000u : 0u) : 0u;
   }

@@ -1,10 +1,10 @@
-// An e4m3 cache as one of 16-bit numbers, times their scales, for kernels that attend such caches. A CTA
-// converts some tokens of a batch row for all KV heads. Pages of a batch row follow one another in the
-// result, whose table says which of them exist.
+// Converts an e4m3 cache to 16 bits and multiplies it by its scales, for kernels that attend 16-bit caches. A
+// CTA converts some tokens of a batch row for all KV heads. In the result the pages of a batch row are
+// consecutive; its page table marks which of them exist.
 #include "elements.cuh"
 #include "seqlen_info.cuh"
 
-constexpr int TOKENS = 16, THREADS = 256;  // of a CTA; a page has a multiple of 16 tokens
+constexpr int TOKENS = 16, THREADS = 256;  // per CTA; a page has a multiple of 16 tokens
 
 // fa_ops/backends/hopper/kernel_params.py reads this declaration.
 struct DequantizeParams {
@@ -19,14 +19,14 @@ struct DequantizeParams {
   int scales;  // 1: (B, Hkv), 2: (pages, Hkv), 3: (pages, page, Hkv) or (B, Hkv, Sk)
 };
 
-// Where tokens of a batch row come from and go to: `token` of page or batch row `from`, token `to` of the
-// result.
+// The source and destination of a batch row's tokens: they are copied from token `token` of page or batch row
+// `from` to token `to` of the result.
 struct TokenRange {
   int b, from, token, count;
   long long to;
 };
 
-// Where the scale of a token is, for one KV head.
+// The index of a token's scale, for one KV head.
 DEVICE long long scale_at(const DequantizeParams& p, const TokenRange& t, int h, int s) {
   if (p.scales == 1) return (long long)t.b * p.Hkv + h;
   if (p.scales == 2) return (long long)t.from * p.Hkv + h;

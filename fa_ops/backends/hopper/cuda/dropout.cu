@@ -1,6 +1,6 @@
-// Dropout's seed of every query row, which other kernels read. Of a packed batch, whose heads have one row
-// for each token, a row's seed makes up for columns that count from its sequence's first key. One thread per
-// row.
+// Writes the dropout seed of every query row, which the other kernels read. In a packed batch, where each
+// head has one row per token, the seed is adjusted so that columns count from the first key of the token's
+// sequence. One thread per row.
 #include "cu_seqlens.cuh"
 #include "dropout.cuh"
 
@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(256)
   u32 head = i / rows, row = i - head * rows, column = 0;
   if (cu_seqlens_q) {
     const int b = sequence_of(cu_seqlens_q, sequences, row, sorted_q);
-    if (b < 0 || b >= sequences) return;  // attends nothing
+    if (b < 0 || b >= sequences) return;  // outside every sequence: attends nothing
     head += b * heads, row -= sequence_begin(cu_seqlens_q, b, UNBOUNDED, sorted_q);
     column = sequence_begin(cu_seqlens_k, b, UNBOUNDED, sorted_k);
   }

@@ -1,6 +1,6 @@
-// Dropout by the rule of backends/dropout.py: a weight is dropped where the hash of its row's seed plus its
-// column's multiple of COLUMN_STEP is below a threshold. A row's seed depends on the call's seed, the batch,
-// the head and the query; dropout.cu writes all of them before other kernels run.
+// Dropout as defined in backends/dropout.py: a weight is dropped if the hash of its row's seed plus
+// COLUMN_STEP times its column is below a threshold. A row's seed depends on the call's seed, the batch, the
+// head and the query; dropout.cu writes the seeds of all rows before the other kernels run.
 #pragma once
 #include "ptx.cuh"
 
@@ -9,8 +9,8 @@ struct Dropout {
   int rows;              // Sq, padded
   u32 threshold;
   float scale, kept;  // 1 / (1 - p), and 1 - p
-  u32 column_step;    // COLUMN_STEP as a variable: ptxas turns products with a constant into additions, whose
-                      // pipe is busier than that of products
+  u32 column_step;    // COLUMN_STEP as a run-time value: ptxas would turn products with a constant into
+                      // additions, whose pipe is the busier one
 };
 
 constexpr u32 COLUMN_STEP = 0xC2B2AE35;
@@ -29,8 +29,9 @@ DEVICE u32 row_seed(u64 seed, u32 batch_head, u32 row) {
   return mix(stream + row * 0x85EBCA6B);
 }
 
-// A number that is below the threshold if and only if mix(x) is, one shift cheaper: the last round leaves the
-// upper half unchanged, and where the lower half decides, the upper one equals the threshold's.
+// Equivalent to mix(x) for the comparison with the threshold, but one shift cheaper: the last round of `mix`
+// leaves the upper half unchanged, and where the lower half decides, the upper half equals that of the
+// threshold.
 DEVICE u32 comparable_hash(u32 x, u32 threshold) { return mix_twice(x) ^ threshold >> 16; }
 
 DEVICE bool is_dropped(const Dropout& dropout, u32 x) {

@@ -32,7 +32,7 @@ DEVICE float2 load2(const E4m3* x) { return unpack_e4m3(*(const unsigned short*)
 DEVICE float dot2(float2 x, float2 y) { return x.x * y.x + x.y * y.y; }
 DEVICE float dot2(u32 x, u32 y) { return dot2(unpack(x), unpack(y)); }
 
-// The sum of eight products; both addresses are multiples of 16 bytes.
+// The dot product of eight elements; both addresses are multiples of 16 bytes.
 DEVICE float dot8(const Element* x, const Element* y) {
   const uint4 a = *(const uint4*)x, b = *(const uint4*)y;
   return dot2(a.x, b.x) + dot2(a.y, b.y) + dot2(a.z, b.z) + dot2(a.w, b.w);
@@ -53,7 +53,8 @@ template <class T> DEVICE float dot(const Element* x, const T* y, int count) {
   return sum;
 }
 
-// Transposes 4 x 4 words over four neighbouring lanes: each gets eight consecutive columns of its row.
+// Transposes 4 x 4 words among four neighbouring lanes, so that each lane gets eight consecutive columns of
+// its row.
 DEVICE void transpose_quad(u32 (&x)[4]) {
   const int lane = threadIdx.x;
 #pragma unroll

@@ -14,8 +14,8 @@ template <class Params> struct ExactCacheRow {
   DEVICE bool attends(int) const { return true; }
 #endif
 
-  // Returns the page that holds a key, or this batch row, and changes the key to its token in there. A page
-  // that does not exist is replaced by some other.
+  // Returns the page (or this batch row) that holds a key, and replaces `key` by its token within the page.
+  // For a page that does not exist, an arbitrary valid page is returned.
   DEVICE int find(int& key) const {
     int from = b;
 #if IS_PAGED

@@ -1,18 +1,19 @@
-// One row of attention computed exactly by one warp: a key for each lane, selects instead of products with 0,
-// and differences of scores before they are scaled. The kernels fall back to it for the few rows whose fast
-// result is unusable: where a weight of 0 met a NaN or Inf of a key that the row does not attend, or where
-// scores are so large that their scaled difference rounds to more than an exponential can hold.
+// One row of attention, computed exactly by one warp: each lane handles one key, masking is by selects
+// instead of products with 0, and differences of scores are taken before they are scaled. The kernels use it
+// for the few rows whose fast result is unusable: rows where a weight of 0 was multiplied with a NaN or Inf
+// of a key that the row does not attend, and rows whose scores are so large that the rounding error of a
+// scaled difference exceeds what an exponential tolerates.
 //
-// A kernel provides a Row with: begin, end (its keys); scale_log2; attends(key); score(key); weight(key, x),
-// which is x, or 0 if dropped; value(key).
+// A kernel provides a Row with begin and end, its keys; scale_log2; attends(key); score(key); weight(key, x),
+// which is x, or 0 if it is dropped; and value(key).
 #pragma once
 #include "elements.cuh"
 
 DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
 DEVICE bool is_finite(float2 x) { return is_finite(x.x) && is_finite(x.y); }
 
-// A bit for each of the 16 accumulator rows of a warp for which one of the row's four lanes votes: lane l
-// holds rows l / 4 and l / 4 + 8.
+// One bit for each of the 16 accumulator rows of a warp, set if any of the row's four lanes votes for it:
+// lane l holds rows l / 4 and l / 4 + 8.
 DEVICE u32 vote_rows(bool upper, bool lower) {
   const u32 lanes[2] = {__ballot_sync(~0u, upper), __ballot_sync(~0u, lower)};
   if ((lanes[0] | lanes[1]) == 0) return 0;
@@ -24,13 +25,13 @@ DEVICE u32 vote_rows(bool upper, bool lower) {
 }
 
 struct ExactColumns {
-  float max, sum;  // of the row: its maximum, and the sum of its weights relative to that
+  float max, sum;  // of the row: its maximum score, and the sum of the weights relative to it
   float2 x;        // the weighted sum of this lane's two columns
 };
 
-// Computes columns `column` and `column + 1` for each lane. Returns false, early, where the fast result
-// stands, as a key that the row does attend makes each column NaN or infinite. With `is_overflowed` nothing
-// of the fast result stands.
+// Computes columns `column` and `column + 1` in each lane. Returns false, early, if the fast result is
+// correct because a NaN or Inf of a key that the row does attend makes every column NaN or infinite. With
+// `is_overflowed` the fast result is never kept.
 template <class Row>
 DEVICE bool attend_exactly(const Row& row, int column, int columns, ExactColumns& result,
                            bool is_overflowed = false) {
@@ -47,7 +48,7 @@ DEVICE bool attend_exactly(const Row& row, int column, int columns, ExactColumns
 #pragma unroll
     for (int w = 1; w < 32; w <<= 1) new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, w));
     new_max = fmaxf(new_max, row_max);
-    u32 attended = __ballot_sync(~0u, s != -INFINITE);  // true of a NaN
+    u32 attended = __ballot_sync(~0u, s != -INFINITE);  // true for NaN
     if (!attended) continue;
     const float factor = row_max == -INFINITE ? 0.f : exp2_fast((row_max - new_max) * row.scale_log2);
     row_max = new_max, sum *= factor, x.x *= factor, x.y *= factor;

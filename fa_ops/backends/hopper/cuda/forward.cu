@@ -1,7 +1,7 @@
-// Attention forward for sm_90a: FlashAttention-3 with persistent, warp-specialised CTAs. Warpgroup 0
-// produces: it schedules tiles and copies Q, K and V by TMA (forward_producer.cuh). Each of the other
-// warpgroups consumes: it owns 64 queries, keeps one product of scores and one of values in flight, and takes
-// the tensor cores in ping-pong order, so that its softmax is hidden under another's products
+// Attention forward for sm_90a: FlashAttention-3 with persistent, warp-specialised CTAs. Warpgroup 0 is the
+// producer: it schedules tiles and copies Q, K and V by TMA (forward_producer.cuh). Each of the other
+// warpgroups is a consumer: it owns 64 queries, keeps one product of scores and one of values in flight, and
+// uses the tensor cores in ping-pong order, so that its softmax overlaps with another consumer's products
 // (forward_mainloop.cuh, forward_epilogue.cuh).
 //
 // Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM HEAD_FEATURES VALUE_FEATURES STAGES QUERY_STAGES
@@ -26,7 +26,7 @@ DEVICE void init_barriers(const ForwardShared& sm) {
 }
 
 #if 64 % PACKED_HEADS
-// Rows that no copy brings: their scores must be finite.
+// Zeroes the rows that no copy fills, since their scores must be finite.
 DEVICE void clear_unused_rows(const ForwardShared& sm) {
   constexpr int UNUSED = (64 - CONSUMER_ROWS) * 8, COLUMNS = QUERY_STAGES * CONSUMERS * QK_COLUMNS;
   for (int i = threadIdx.x; i < COLUMNS * UNUSED; i += blockDim.x)

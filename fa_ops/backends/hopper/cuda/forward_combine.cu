@@ -1,7 +1,7 @@
-// Merges the results of forward.cu for parts of the keys: a warp for each row. It is launched with that
-// kernel and waits for its end.
+// Merges the partial results of forward.cu with SPLITS_KEYS, one warp per row. It is launched together with
+// that kernel and waits for its end.
 //
-// Compile-time: IS_BF16 HAS_SINKS MAX_SPLITS, which no more parts than lanes exceed
+// Compile-time: IS_BF16 HAS_SINKS MAX_SPLITS (at most one split per lane)
 #define RESCALE_THRESHOLD 0
 #include "elements.cuh"
 #include "softmax.cuh"

@@ -1,13 +1,13 @@
-// Epilogue of the forward kernel: normalises a consumer's rows, writes output and LSE, and has the rows whose
-// fast result is unusable computed again.
+// Epilogue of the forward kernel: normalises a consumer's rows, writes output and LSE, and recomputes the
+// rows whose fast result is unusable.
 #pragma once
 #include "forward_scores.cuh"
 
 struct EpilogueConsumer : ScoreConsumer {
   using ScoreConsumer::ScoreConsumer;
 
-  // Executed by one warp, whose first row is `top`. Replaces the rows that have overflowed, and those with
-  // values that are not finite: a probe is not 0 where a value of this thread's row is not.
+  // Recomputes rows that have overflowed or contain values that are not finite; a probe is nonzero if this
+  // thread's part of the row does. Executed by one warp, whose first row is `top`.
   DEVICE void replace_unusable_rows(const Tile& tile, int top, const u32 (&probes)[2]) const {
     const bool overflowed0 = has_overflowed(p, softmax.max0, softmax.sum0);
     const bool overflowed1 = has_overflowed(p, softmax.max1, softmax.sum1);
@@ -20,7 +20,7 @@ struct EpilogueConsumer : ScoreConsumer {
   // Writes the normalised output and the LSE of this consumer's rows.
   DEVICE void finish() {
     const Tile packed = load_tile(slot_at<WORK_ITEM_BYTES>(
-        sm.work, work.stage));  // loaded again, so that it takes no registers until here
+        sm.work, work.stage));  // loaded again here to save registers until now
     mbar_arrive(barrier(sm.work_empty, work.stage));
     softmax.reduce_sums();
     const int first = packed.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);

@@ -1,8 +1,8 @@
 // A consumer warpgroup of the forward kernel: 64 queries, in the ping-pong schedule of FlashAttention-3.
 //
-// One step, over time. The products of a step are S(j) = Q.K(j)^T and O += P(j + 1).V(j + 1); P(j + 1) are
-// the weights that the step before made. The tensor cores' time is shared: while one consumer computes its
-// softmax, another's products run.
+// One step, over time. The products of a step are S(j) = Q.K(j)^T and O += P(j + 1).V(j + 1), where P(j + 1)
+// are the weights computed in the previous step. The consumers share the tensor cores: while one computes its
+// softmax, the products of another run.
 //
 //   named barrier   wait PING_PONG + c ......... signal the next consumer's
 //   tensor cores        | S(j)          | O += P(j + 1).V(j + 1)      |  (products of other consumers)
@@ -12,28 +12,28 @@
 #include "forward_epilogue.cuh"
 #include "wgmma.cuh"
 
-// A step may assume that its scores do not move the running max: it exponentiates them relative to a stale
-// max and tests the sum of their weights instead, which it needs anyway. Where the assumption was wrong the
-// weights are lowered; a warp that finds infinite ones computes its scores again. Steps with a mask, a bias
-// or dropout do not speculate, because their scores are expensive to compute again, or the inputs have been
-// released by then; wide heads do not because their softmax is hidden under their products.
+// A step may speculate that its scores do not move the running max: it exponentiates them relative to the
+// stale max, and checks the row sum of the weights, which it needs anyway. If the speculation was wrong the
+// weights are scaled down; a warp that finds infinite weights recomputes its scores. Steps with a mask, a
+// bias or dropout do not speculate, because their scores are expensive to recompute, or their inputs have
+// been released by then; large head dimensions do not, because their softmax is hidden behind their products.
 constexpr bool SPECULATES_MAX = HEAD_DIM <= 128 && !(HAS_HELPERS || HAS_DROPOUT);
-constexpr float MAX_PARTIAL_ROW_SUM = 16384.f;  // of a thread; more than scores make that were compared
+constexpr float MAX_PARTIAL_ROW_SUM = 16384.f;  // of a thread; larger than with an exact running max
 constexpr float MAX_INVERTIBLE_SUM = 1e30f;
 static_assert(!SPECULATES_MAX || (SCORES / 2 << RESCALE_THRESHOLD) < MAX_PARTIAL_ROW_SUM,
               "a step corrects or moves a running max, not both");
 
-// A consumer visits the blocks that its own rows attend, unless a helper warp brings something for each block
-// of the tile.
+// A consumer visits only the blocks that its own rows attend, unless a helper warp loads a mask or a bias for
+// each block of the tile.
 constexpr bool SKIPS_BLOCKS = !HAS_HELPERS;
 
-// The address of 16 bytes, `i` from the start of a column of keys or values.
+// The address of the `i`-th 16 bytes of a column of keys or values.
 DEVICE u32 kv_address(u32 base, int columns, int column, int i) {
   if (!WHOLE_ROWS) return base + column * BLOCK_N * 128 + i * 16;
   return base + (i / 64 * columns + column) * 1024 + i % 64 * 16;
 }
 
-// The address of 16 bytes of a key, as it is swizzled.
+// The swizzled address of 16 bytes of a key.
 DEVICE u32 key_chunk(u32 base, int row, int chunk) {
   if (!WHOLE_ROWS) return swizzled(base, BLOCK_N, row, chunk);
   return swizzled(base + (row >> 3) * QK_COLUMNS * 1024, 8, row & 7, chunk);
@@ -65,14 +65,14 @@ struct ForwardConsumer : EpilogueConsumer {
     wgmma_commit();
   }
 
-  // Every warp releases for itself: one that waits for values another time, for dropout or in a block that is
-  // skipped, must not find the phase after the next.
+  // Every warp arrives for itself: a warp that waits for the same values again, for dropout or in a skipped
+  // block, must not miss a phase.
   DEVICE void release_values() {
     if (lane == 0) mbar_arrive(barrier(sm.v_empty, v.stage));
     v.next();
   }
 
-  // After the last block of a work item nothing reads its queries, and the next item's may be copied.
+  // After the last block of a work item its queries are released as well.
   DEVICE void release_keys(int slot, bool is_last) {
     if (lane == 0) mbar_arrive(barrier(sm.k_empty, slot));
     if (is_last) release_queries();
@@ -87,9 +87,9 @@ struct ForwardConsumer : EpilogueConsumer {
     for (int i = 0; i < SCORES / 2; i++) weights[i] = pack(s[2 * i], s[2 * i + 1]);
   }
 
-  // Zeroes the values past the last attended key: they may hold anything, and 0 * NaN is NaN. Every consumer
-  // writes the same zeros to all of them, since waiting for another consumer here would break the ping-pong
-  // order.
+  // Zeroes the values past the last attended key: that memory is arbitrary, and 0 * NaN is NaN. Every
+  // consumer writes the same zeros to all of them, since waiting for another consumer here would break the
+  // ping-pong order.
   DEVICE void clear_values(int from) {
     const u32 values_at = slot_at<V_BYTES>(sm.v, v.stage);
 #pragma unroll 1  // once per tile
@@ -108,8 +108,8 @@ struct ForwardConsumer : EpilogueConsumer {
 #endif
   }
 
-  // Computes the scores of this warp's rows again, by the warp's own mma, while keys and queries are still
-  // there: 16 keys at a time, as registers hold no more.
+  // Recomputes the scores of this warp's rows with warp-level mma, while keys and queries are still in shared
+  // memory: 16 keys at a time, to save registers.
   DEVICE void recompute_scores(int slot) {
     const u32 rows = slot_at<Q_BYTES>(sm.q, query_slot(work, c)) + (tid >> 5) * 16 * 128,
               keys = slot_at<K_BYTES>(sm.k, slot);
@@ -129,7 +129,7 @@ struct ForwardConsumer : EpilogueConsumer {
     }
   }
 
-  // Corrects the weights of a speculative step where its stale max was too small. Returns whether it was.
+  // Corrects the weights of a speculative step if its stale max was too small. Returns whether it was.
   DEVICE bool correct_speculation(int slot, int block, const BlockRange& n, float& partial0,
                                   float& partial1) {
     const float largest = fmaxf(partial0, partial1);
@@ -147,18 +147,18 @@ struct ForwardConsumer : EpilogueConsumer {
     return true;
   }
 
-  // Reads which block the next keys are of, which have arrived.
+  // Reads which block the next keys, which have arrived, belong to.
   DEVICE void read_step() {
 #if SKIPS_TILES
     current = warp_uniform(load_shared<u32>(slot_at<4>(sm.steps, k.stage)));
 #endif
   }
 
-  // One step of the main loop, as drawn above: scores of `block` while the weights of the block `before` are
-  // multiplied with their values. Half of the exponentials run under that product and half beside the
-  // rescaling of its output, as the special-function unit is the slowest part of either. The wait for the
-  // next keys stands before that for the output because it ends a basic block: without one, ptxas moves the
-  // latter above the softmax.
+  // One step of the main loop, as drawn above: computes the scores of `block` while the weights of block
+  // `before` are multiplied with their values. Half of the exponentials run during that product and half
+  // during the rescaling of its output, since the special-function unit is the bottleneck of both. The wait
+  // for the next keys comes before the wait for the output because it ends a basic block: otherwise ptxas
+  // moves the latter above the softmax.
   DEVICE void step(int block, int before, const BlockRange& n) {
     ping_pong_wait();
     score_product();
@@ -196,8 +196,8 @@ struct ForwardConsumer : EpilogueConsumer {
     softmax.add_sums(partial0, partial1);
   }
 
-  // Skips blocks of the tile that no row of this consumer attends, from the last to the first. It keeps its
-  // place in the ping-pong order, as the other consumers count on it.
+  // Skips blocks of the tile that no row of this consumer attends, from the last to the first, but keeps its
+  // turn in the ping-pong order, which the other consumers rely on.
   DEVICE void skip_blocks(int end, int begin) {
 #pragma unroll 1
     for (int j = end - 1; j >= begin; j--) {
@@ -283,7 +283,7 @@ struct ForwardConsumer : EpilogueConsumer {
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
       queries = opaque(descriptor_base(slot_at<Q_BYTES>(sm.q, query_slot(work, c)),
-                                       16));  // or each step would compute it again
+                                       16));  // otherwise each step would compute it again
       mbar_wait(barrier(sm.q_full, query_slot(work, c)), query_phase(work));
       const BlockRange n = consumer_blocks(item);
       skip_blocks(item.blocks.end, n.end);

@@ -14,19 +14,19 @@ struct ForwardParams {
   const int* key_ranges;                    // (B|1, Hq|1, Sq|1, 2) or null, with the strides below
   const float* sinks;                       // (Hq,) or null
   const float* alibi;                       // (B|1, Hq) or null
-  const unsigned char* mask;                // from mask.cu, a bit for each key of each query, or null
+  const unsigned char* mask;                // from mask.cu, one bit for each key of each query, or null
   long long mask_b, mask_h, mask_q;         // its strides in bytes, 0 for broadcast dimensions
-  int* tile_counter;                        // tiles taken beyond the first of each CTA, 0 at launch; or null
+  int* tile_counter;                        // tiles claimed beyond each CTA's first, 0 at launch; or null
   const Element *q_rows, *k_rows, *v_rows;  // the tensors of the maps, for rows that are attended exactly
   Strides q_strides, k_strides, v_strides;
   int B, Hq, group, Sq, Sk, D, Dv;
   int window_left, window_right;  // UNBOUNDED: no limit; causal is window_right = 0
-  int m_blocks, tiles, section;   // section: heads whose K and V share the L2
+  int m_blocks, tiles, section;   // section: the number of heads whose K and V share the L2
   int ranges_b, ranges_h, ranges_q, alibi_b;
   float tanh_scale;  // with a softcap: scale / softcap
   float scale_log2;  // log2(e) * scale, or log2(e) * softcap
   float alibi_unit;  // of ALiBi, in accumulator units
-  int mask_range;    // byte offset in a row of the mask's bits of its key range
+  int mask_range;    // byte offset of the key range in a row of the mask
   Dropout dropout;
   PageTable pages;
   MaskBlocks blocks;  // of a bool mask with SKIPS_TILES

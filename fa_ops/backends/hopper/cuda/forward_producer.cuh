@@ -1,5 +1,5 @@
-// Warpgroup 0 of the forward kernel: one warp schedules tiles and copies Q, K and V by TMA; with a mask or a
-// bias one more warp for each consumer brings those.
+// Warpgroup 0 of the forward kernel: one warp schedules tiles and copies Q, K and V by TMA. With a mask or a
+// bias, one more warp per consumer loads it.
 #pragma once
 #include "forward_shared.cuh"
 #include "query_slots.cuh"
@@ -39,8 +39,9 @@ DEVICE void load_queries(const ForwardParams& p, const ForwardShared& sm, const 
 }
 
 #if IS_PAGED
-// Executed by one warp, each lane of which holds the place of one copy. Where a page does not exist zeros are
-// copied; `found`, unless 0, is where consumers read which copies have a page. `groups` are those of a page.
+// Copies a block of K or V from pages. Executed by one warp, each lane of which holds the source of one copy.
+// Zeros are copied for a page that does not exist; unless 0, `found` is where consumers read which copies
+// have a page. `groups` is the number of key groups from page to page.
 template <int COLUMNS>
 DEVICE void load_paged_block(const ForwardParams& p, u32 slots, u32 full, u32 empty, u32 found,
                              const TensorMap& map, PipelineState<STAGES>& state, int h, const PagedCopy& own,
@@ -73,8 +74,8 @@ DEVICE void load_paged_block(const ForwardParams& p, u32 slots, u32 full, u32 em
   state.next();
 }
 
-// Executed by the warp that copies keys; another copies values. A block's pages are looked up while the block
-// before it is copied.
+// Copies the keys of a work item; another warp copies its values. The pages of a block are looked up while
+// the previous block is copied. Executed by one warp.
 DEVICE void load_work_item(const ForwardParams& p, const ForwardShared& sm, const WorkItem& item,
                            const PipelineState<2>& work, PipelineState<STAGES>& k, bool leader) {
   const int h = item.tile.h / p.group;
@@ -91,8 +92,9 @@ DEVICE void load_work_item(const ForwardParams& p, const ForwardShared& sm, cons
   }
 }
 #else
-// Executed by one thread. K is a block ahead of V, and Q comes after the first block of K. The loop is not
-// unrolled: four iterations would be a sixth of the kernel's code and wait as long.
+// Copies the keys, queries and values of a work item: K one block ahead of V, and Q after the first block of
+// K. The loop is not unrolled, since four iterations would be a sixth of the kernel's code. Executed by one
+// thread.
 DEVICE void load_work_item(const ForwardParams& p, const ForwardShared& sm, const Tile& tile,
                            const BlockRange& n, const PipelineState<2>& work, PipelineState<STAGES>& k,
                            PipelineState<STAGES>& v) {
@@ -110,14 +112,14 @@ DEVICE void load_work_item(const ForwardParams& p, const ForwardShared& sm, cons
 #endif
 
 #if SKIPS_TILES
-// Executed by one thread, before it copies the keys of a block.
+// Publishes a step before the keys of its block are copied. Executed by one thread.
 DEVICE void publish_step(const ForwardShared& sm, const PipelineState<STAGES>& k, u32 step) {
   mbar_wait(barrier(sm.k_empty, k.stage), k.phase ^ 1);
   store_shared(slot_at<4>(sm.steps, k.stage), step);
   mbar_arrive(barrier(sm.steps_full, k.stage));
 }
 
-// The same for the blocks of an item's walk.
+// The same as `load_work_item`, for the listed tiles of an item.
 DEVICE void load_walk(const ForwardParams& p, const ForwardShared& sm, WorkItem item,
                       const PipelineState<2>& work, PipelineState<STAGES>& k, PipelineState<STAGES>& v) {
   const Tile& tile = item.tile;
@@ -153,17 +155,17 @@ DEVICE void produce(const ForwardParams& p, const ForwardShared& sm) {
   });
 }
 
-// Executed by a warp that serves a consumer.
+// Waits for the next work item. Executed by a warp that serves a consumer.
 DEVICE WorkItem take_work_item(const ForwardShared& sm, const PipelineState<2>& work) {
   mbar_wait(barrier(sm.work_full, work.stage), work.phase);
   const WorkItem item = load_work_item(slot_at<WORK_ITEM_BYTES>(sm.work, work.stage));
-  // every thread arrives: racecheck does not accept one thread's arrival for its warp
+  // every thread arrives: racecheck does not accept one arrival per warp
   mbar_arrive(barrier(sm.work_empty, work.stage));
   return item;
 }
 
 #if IS_PAGED
-// Executed by a warp beside the one that copies keys.
+// Copies the values of all work items. Executed by one warp.
 DEVICE void produce_values(const ForwardParams& p, const ForwardShared& sm) {
   const bool leader = elect_one();
   PipelineState<2> work;
@@ -184,7 +186,7 @@ DEVICE void produce_values(const ForwardParams& p, const ForwardShared& sm) {
 }
 #endif
 
-// Calls `bring(block)` for each block of an item in which the mask must be read; `blocks` counts them.
+// Calls `bring(block)` for each block of an item whose mask or bias must be read; `blocks` counts them.
 template <class Bring>
 DEVICE void bring_blocks([[maybe_unused]] const ForwardShared& sm, const BlockRange& n,
                          [[maybe_unused]] PipelineState<STAGES>& steps, PipelineState<1>& blocks,
@@ -194,7 +196,7 @@ DEVICE void bring_blocks([[maybe_unused]] const ForwardShared& sm, const BlockRa
   for (bool is_last = false; !is_last; steps.next()) {
     mbar_wait(barrier(sm.steps_full, steps.stage), steps.phase);
     const u32 step = load_shared<u32>(slot_at<4>(sm.steps, steps.stage));
-    mbar_arrive(barrier(sm.k_empty, steps.stage));  // every thread, as for work items
+    mbar_arrive(barrier(sm.k_empty, steps.stage));  // every thread arrives, as for work items
     if (!step_is_full(step)) bring(block_of_step(step)), blocks.next();
     is_last = step_is_last(step);
   }
@@ -204,10 +206,10 @@ DEVICE void bring_blocks([[maybe_unused]] const ForwardShared& sm, const BlockRa
 }
 
 #if HAS_MASK
-// Executed by one warp for each consumer: brings the mask of its rows, one block ahead. A row has eight lanes
-// of 16 keys.
+// Loads the mask of a consumer's rows, one block ahead. Eight lanes share a row, with 16 keys each. Executed
+// by one warp per consumer.
 DEVICE void produce_mask(const ForwardParams& p, const ForwardShared& sm, int c) {
-  const int lane = threadIdx.x & 31, chunk = lane & 7, first = lane >> 3;  // of its rows, every fourth
+  const int lane = threadIdx.x & 31, chunk = lane & 7, first = lane >> 3;  // rows `first`, `first` + 4, ...
   const u32 to = slot_at<MASK_BYTES>(sm.mask, c) + first * 16 + chunk * 2;
   PipelineState<2> work;
   PipelineState<STAGES> steps;
@@ -245,7 +247,7 @@ DEVICE void bring_bias(const ForwardParams& p, const ForwardShared& sm, const Ti
                           tile.h, tile.b);
 }
 
-// Executed by one warp for each consumer: brings the bias of its rows, one block ahead.
+// Loads the bias of a consumer's rows, one block ahead. Executed by one warp per consumer.
 DEVICE void produce_bias(const ForwardParams& p, const ForwardShared& sm, int c) {
   const bool leader = elect_one();
   PipelineState<2> work;

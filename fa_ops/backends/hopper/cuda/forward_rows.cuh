@@ -1,13 +1,13 @@
-// The rows of a forward kernel's output: their LSE, where they are written, and how the rows whose fast
-// result is unusable are computed again, exactly. Of parts of the keys both are float32, (parts, B, Sq, Hq).
+// The output rows of a forward kernel: their LSE, their addresses, and the exact recomputation of rows whose
+// fast result is unusable. With SPLITS_KEYS the partial results are float32, (splits, B, Sq, Hq).
 #pragma once
 #include "block_info.cuh"
 #include "exact_row.cuh"
 #include "forward_params.cuh"
 #include "softmax.cuh"
 
-// Scores beyond this, in log2 units, are so large that a difference of them, scaled before it is taken, errs
-// by a sixteenth.
+// Scores beyond this, in log2 units, are so large that a difference of scaled scores has an error of a
+// sixteenth.
 constexpr float MAX_EXACT_SCORE = 1 << 20;
 
 // The batch row and the token of a query in `q`, `out` and `lse`.
@@ -27,7 +27,7 @@ DEVICE int token_of([[maybe_unused]] const Tile& tile, int row) {
 }
 
 #if HAS_ALIBI
-// Of ALiBi, in accumulator units.
+// The ALiBi slope in accumulator units.
 DEVICE float slope_of(const ForwardParams& p, const Tile& tile) {
 #if PACKED_QUERIES
   const int b = max(0, min(tile.b, p.B - 1));
@@ -38,7 +38,7 @@ DEVICE float slope_of(const ForwardParams& p, const Tile& tile) {
 }
 #endif
 
-// A row of the output that is attended exactly.
+// A row of the output, computed exactly.
 struct ForwardExactRow {
   const ForwardParams& p;
   const Tile& tile;
@@ -58,7 +58,7 @@ struct ForwardExactRow {
     begin = warp_uniform(range.begin), end = warp_uniform(range.end);
   }
 
-  // The row of a key in `x`; of a key whose page does not exist, some other row.
+  // The address of a key's row in `x`, or of an arbitrary row if its page does not exist.
   DEVICE const Element* key_row(const Element* x, const Strides& strides, int key) const {
     int b = tile.b;
 #if IS_PAGED
@@ -87,7 +87,7 @@ struct ForwardExactRow {
 #endif
 #if BIAS_BITS
     const float bias = bias_at(p.bias, tile.b, tile.h, row, key);
-    s = bias == -INFINITE ? bias : s * p.bias.unit + bias;  // left out even if its score is NaN
+    s = bias == -INFINITE ? bias : s * p.bias.unit + bias;  // masked out even if its score is NaN
 #endif
     return s;
   }
@@ -103,10 +103,10 @@ struct ForwardExactRow {
   DEVICE const Element* value(int key) const { return key_row(p.v_rows, p.v_strides, key); }
 };
 
-// The LSE of a row, and in `inverse` the factor of its output.
+// Returns the LSE of a row, and sets `inverse` to the factor that normalises its output.
 DEVICE float finish_row(const ForwardParams& p, const Tile& tile, float row_max, float sum, float& inverse) {
 #if HAS_SINKS
-  const bool has_sink = !PACKED_QUERIES || (u32)tile.b < (u32)p.B;  // tokens outside have none
+  const bool has_sink = !PACKED_QUERIES || (u32)tile.b < (u32)p.B;  // tokens outside every sequence have none
   const float lse = finish_row(row_max, sum, p.scale_log2, has_sink, p.sinks[tile.h], inverse);
 #else
   const float lse = finish_row(row_max, sum, p.scale_log2, false, 0.f, inverse);
@@ -150,7 +150,7 @@ DEVICE void write_lse(const ForwardParams& p, const Tile& tile, int row, float l
 DEVICE void write_columns(Output* row, int column, float x, float y) { ((u32*)row)[column / 2] = pack(x, y); }
 #endif
 
-// The tile of one head, to which a row belongs.
+// The tile of the head that a row belongs to.
 DEVICE Tile tile_of_row(const Tile& tile, int row) {
 #if SPLITS_KEYS || PACKED_QUERIES
   Tile found = tile;
@@ -161,7 +161,7 @@ DEVICE Tile tile_of_row(const Tile& tile, int row) {
 #endif
 }
 
-// How many of 16 rows exist from `top` on.
+// The number of existing rows from `top` on (of 16).
 DEVICE int existing_rows(const ForwardParams& p, const Tile& tile, int top) {
   if (PACKED_HEADS == 1) return queries_of(p, tile) - top;
   const int queries = min(CONSUMER_QUERIES, queries_of(p, tile) - query_of(top & ~63));
@@ -172,8 +172,8 @@ DEVICE bool row_exists(const ForwardParams& p, const Tile& tile, int row) {
   return query_of(row) < queries_of(p, tile) && (CONSUMER_ROWS == 64 || row % 64 < CONSUMER_ROWS);
 }
 
-// Executed by one warp, after its rows have been written: replaces columns [begin, end) of row `first + i`
-// for each bit i of `unusable`. Nothing of the rows in `overflowed` is right.
+// Recomputes columns [begin, end) of row `first + i` for each bit i of `unusable`. The fast results of the
+// rows in `overflowed` are discarded entirely. Executed by one warp, after its rows have been written.
 DEVICE void replace_rows(const ForwardParams& p, const Tile& packed, int first, u32 unusable, u32 overflowed,
                          int begin = 0, int end = VALUE_DIM) {
   const int lane = threadIdx.x & 31;
@@ -199,8 +199,8 @@ DEVICE void replace_rows(const ForwardParams& p, const Tile& packed, int first, 
   }
 }
 
-// Whether scaled differences of a row's scores may have been rounded by too much: weights overflow, or vanish
-// beside smaller ones.
+// Whether the rounding errors of a row's scaled differences may be too large, so that its weights overflow or
+// vanish.
 DEVICE bool has_overflowed(const ForwardParams& p, float row_max, float sum) {
   const bool is_huge = !BIAS_BITS && fabsf(row_max) * p.scale_log2 > MAX_EXACT_SCORE;
   return row_max != UNINITIALISED_MAX && is_finite(row_max) && (is_huge || sum == 0.f || sum == INFINITE);

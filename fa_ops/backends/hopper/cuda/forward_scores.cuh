@@ -1,4 +1,4 @@
-// The state of a forward consumer, and what happens to its scores between the two products: softcap, ALiBi,
+// The state of a forward consumer, and the operations on its scores between the two products: softcap, ALiBi,
 // masks, bias and dropout.
 #pragma once
 #include "forward_shared.cuh"
@@ -10,16 +10,16 @@ struct ScoreConsumer {
   const ForwardShared& sm;
   const int c, tid, lane;
   PipelineState<2> work;
-  u32 queries;  // this work item's, as a descriptor
+  u32 queries;  // the descriptor of this work item's queries
   PipelineState<STAGES> k, v;
-  PipelineState<1> helper;  // of the mask or the bias
+  PipelineState<1> helper;  // the pipeline of the mask or the bias
   float s[SCORES], o[OUTPUTS];
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
-  KeyRange range0, range1;    // of this thread's two rows
-  u32 existing_copies;        // of the block: a bit for each copy whose page exists
-  u32 current;                // with SKIPS_TILES: what the producer published of this step
-  bool max_is_uninitialised;  // in a row of this warp: the next step must not speculate
+  KeyRange range0, range1;    // the keys of this thread's two rows
+  u32 existing_copies;        // one bit for each copy of the block, set if its page exists
+  u32 current;                // with SKIPS_TILES: the word that the producer published for this step
+  bool max_is_uninitialised;  // in some row of this warp; then the next step must not speculate
   float slope;
   int diagonal;  // with ALiBi: the key at the position of this thread's first row
 
@@ -30,11 +30,11 @@ struct ScoreConsumer {
     return block * BLOCK_N + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
   }
 
-  // Whether the mask keeps all of this step's block as it is, and no warp brings it.
+  // Whether the mask keeps all of this step's block, so that no helper warp loads it.
   DEVICE bool mask_is_full() const { return SKIPS_TILES && step_is_full(current); }
 
 #if HAS_MASK
-  // A row of the mask has 128 bits, of which this thread uses two of every eight.
+  // Applies a mask whose rows have 128 bits; this thread uses two of every eight.
   DEVICE void apply_mask() {
     if (mask_is_full()) return;
     const u32 at = slot_at<MASK_BYTES>(sm.mask, c) + ((tid >> 5) * 16 + (lane >> 2)) * 16;
@@ -59,7 +59,7 @@ struct ScoreConsumer {
 #endif
 
 #if BIAS_BITS
-  // Turns accumulator units into those of the bias, which is added.
+  // Converts the scores from accumulator units to those of the bias, and adds it.
   DEVICE void add_bias() {
     if (mask_is_full()) {
 #pragma unroll
@@ -68,15 +68,15 @@ struct ScoreConsumer {
     }
     mbar_wait(barrier(sm.helper_full, c), helper.phase);
     add_bias_tile<false>(s, slot_at<BIAS_BYTES>(sm.bias, c), 0, p.bias.unit);
-    // reads may still be in flight, and the next copy would overtake them where products keep shared memory
-    // busy
+    // Reads may still be in flight, and where products keep shared memory busy the next copy would overtake
+    // them.
     fence_async_shared();
     mbar_arrive(barrier(sm.helper_empty, c));
     helper.next();
   }
 #endif
 
-  // Everything between the product of the scores and the softmax.
+  // All operations between the product of the scores and the softmax.
   DEVICE void modify_scores(int block, const BlockRange& n) {
 #if HAS_SOFTCAP
 #pragma unroll
@@ -104,8 +104,8 @@ struct ScoreConsumer {
   }
 
 #if HAS_DROPOUT
-  static constexpr int EARLY_ROWS = 1;  // of a thread's two: those whose hashes `find_dropped` computes
-  u32 row_seeds[2], dropped[2];         // dropped: a bit for each of a row's weights
+  static constexpr int EARLY_ROWS = 1;  // of a thread's two rows, those hashed early by `find_dropped`
+  u32 row_seeds[2], dropped[2];         // dropped: one bit for each weight of a row
 
   DEVICE void read_row_seeds(const Tile& tile, int row) {
     const u32* seeds = p.dropout.row_seeds + (long long)(tile.b * p.Hq + tile.h) * p.dropout.rows;
@@ -113,16 +113,16 @@ struct ScoreConsumer {
     for (int r = 0; r < 2; r++) row_seeds[r] = seeds[min(row + 8 * r, p.Sq - 1)];
   }
 
-  // What is hashed for the `i`-th weight of a row.
+  // The hash input of the `i`-th weight of a row.
   DEVICE u32 hash_input(int row, int block, int i) const {
     return row_seeds[row] + column(block, 0) * COLUMN_STEP + ((i >> 1) * 8 + (i & 1)) * p.dropout.column_step;
   }
 #endif
 
-  // Computes hashes under the product of the scores: as many as it hides, since keeping their results costs
-  // more than using them at once. `arrived` is a barrier whose phase is over: ptxas keeps in place what
-  // stands between two waits if the second depends on it. `rows` is a multiple of 64, so what is added to the
-  // address is 0.
+  // Computes hashes while the product of the scores runs: only as many as it hides, since keeping more
+  // results costs more than computing them at their use. `arrived` is a barrier whose phase is already
+  // complete: ptxas keeps code between two waits in place if the second wait depends on it. `rows` is a
+  // multiple of 64, so the amount added to the barrier's address is 0.
   DEVICE void find_dropped([[maybe_unused]] int block, [[maybe_unused]] u32 arrived,
                            [[maybe_unused]] u32 phase) {
 #if HAS_DROPOUT
@@ -142,8 +142,8 @@ struct ScoreConsumer {
 #endif
   }
 
-  // Drops weights of a row, after they have been summed, by products: their pipe is less busy than that of
-  // selects.
+  // Zeroes the dropped weights of a row, after the row has been summed, by multiplication, whose pipe is less
+  // busy than that of selects.
   template <int ROW> DEVICE void drop([[maybe_unused]] int block) {
 #if HAS_DROPOUT
     const u32 threshold = p.dropout.threshold;

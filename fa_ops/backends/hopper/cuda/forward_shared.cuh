@@ -6,19 +6,19 @@
 #include "pipeline.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;  // warpgroups that own 64 queries each
-// A tile in shared memory is columns of 64 features, each one swizzle atom of 128 bytes wide. Copies fill
-// columns with zeros behind the features that exist, HEAD_FEATURES and VALUE_FEATURES, and products read no
-// more of them than a step of 16 features takes.
+// A tile in shared memory consists of columns of 64 features, each one swizzle atom of 128 bytes wide. Copies
+// zero-fill columns beyond the existing HEAD_FEATURES and VALUE_FEATURES, and products read features in steps
+// of 16.
 constexpr int QK_COLUMNS = HEAD_DIM / 64, V_COLUMNS = VALUE_DIM / 64;
-// Bytes from column to column of a tile of keys or values. With WHOLE_ROWS the columns of 8 rows follow one
-// another, so that one copy brings all features of its keys.
+// Bytes from column to column of a tile of keys or values. With WHOLE_ROWS the columns of 8 rows are
+// adjacent, so that one copy loads all features of its keys.
 constexpr u32 KV_COLUMN_BYTES = WHOLE_ROWS ? 8 * 128 : BLOCK_N * 128;
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_FEATURES / 2;  // accumulator registers of a thread
 constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2,
               V_BYTES = BLOCK_N * VALUE_DIM * 2;
-constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // of a consumer: a bit for each row and key of a block
-constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;  // of a consumer
-constexpr bool HAS_HELPERS = HAS_MASK || BIAS_BITS;       // a warp for each consumer brings mask or bias
+constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // per consumer: one bit for each row and key of a block
+constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;  // per consumer
+constexpr bool HAS_HELPERS = HAS_MASK || BIAS_BITS;       // one warp per consumer loads the mask or bias
 constexpr int READERS =
     128 * CONSUMERS + (HAS_HELPERS ? 32 * CONSUMERS : 0) + 32 * IS_PAGED;  // threads that read a work item
 
@@ -36,16 +36,16 @@ static_assert(!SPLITS_KEYS || !(HAS_HELPERS || HAS_RANGES || HAS_DROPOUT || HAS_
 static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weights");
 static_assert(!SKIPS_TILES || HAS_HELPERS, "tiles of a mask");
 
-// With SKIPS_TILES the producer publishes, in a word for each K stage, which block it copies there, whether
-// the mask keeps everything in that block, and whether it is the work item's last. The warps that bring the
-// mask read the word as soon as the copy is issued, consumers once it has ended.
+// With SKIPS_TILES the producer publishes one word per K stage: the block that it copies there, whether the
+// mask keeps everything in that block, and whether it is the work item's last. The warps that load the mask
+// read the word as soon as the copy is issued, consumers once it has completed.
 DEVICE constexpr u32 step_of(int block, bool is_full, bool is_last) {
   return (u32)block << 2 | is_full << 1 | is_last;
 }
 DEVICE constexpr int block_of_step(u32 step) { return step >> 2; }
 DEVICE constexpr bool step_is_full(u32 step) { return step & 2; }
 DEVICE constexpr bool step_is_last(u32 step) { return step & 1; }
-// Arrivals that free a K stage.
+// The number of arrivals that release a K stage.
 constexpr int KEY_READERS = 4 * CONSUMERS + (SKIPS_TILES ? 32 * CONSUMERS : 0);
 
 // Offsets in shared memory, in order. Barriers have one mbarrier for each slot.
@@ -53,8 +53,8 @@ struct ForwardShared {
   u32 q, k, v, bias;
   u32 q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty;
   u32 work, mask, helper_full, helper_empty;
-  u32 pages;              // of each K stage: a bit for each copy whose page exists
-  u32 steps_full, steps;  // of each K stage: which block it holds
+  u32 pages;              // per K stage: one bit for each copy, set if its page exists
+  u32 steps_full, steps;  // per K stage: the published word of its block
   u32 end;
 
   DEVICE constexpr explicit ForwardShared(u32 base)

@@ -1,12 +1,12 @@
-// Attention forward for sm_90a with up to 512 features. A cluster of two CTAs attends 128 queries, 64 each:
-// every CTA copies half of each block of keys and values to both, since 64 queries alone would read more than
-// the L2 delivers. In a CTA two consumer warpgroups have the same 64 queries, and half the columns of the
-// output each. They take blocks in turn: consumer w computes the scores of blocks w, w + 2, ... and gives the
-// other its weights. Both share one running max per row, which goes from block to block, so that their sums
-// agree. Two warps copy, one K in columns of 64 features and one V in halves of its columns, each through a
-// ring of slots.
+// Attention forward for sm_90a with up to 512 features. A cluster of two CTAs attends 128 queries, 64 each.
+// Each CTA copies half of every block of keys and values to both CTAs by multicast, since with 64 queries per
+// read the L2 bandwidth would be exceeded. Within a CTA two consumer warpgroups hold the same 64 queries, and
+// half the columns of the output each. They alternate: consumer w computes the scores of blocks w, w + 2, ...
+// and passes the weights to the other. Both share one running max per row, which is passed from block to
+// block, so that their sums agree. Two warps copy, one K in columns of 64 features and one V in halves of its
+// columns, each through a ring of slots.
 //
-// One step of consumer w, over time. While one consumer computes its softmax, the other's products run.
+// One step of consumer w, over time. While one consumer computes its softmax, the products of the other run.
 //
 //   tensor cores   | S(j) = Q.K(j)^T | O += P(j - 1).V(j - 1) | | O += P(j).V(j) |
 //   CUDA cores                       | softmax, P(j) to the other consumer |
@@ -21,15 +21,15 @@
 constexpr int QK_COLUMNS = HEAD_DIM / 64, HALF = VALUE_DIM / 128;  // columns of 64 features; of half a value
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 4;
 constexpr u32 COLUMN_BYTES = 64 * 128, HALF_BYTES = HALF * COLUMN_BYTES;
-constexpr int CTA_KEYS = BLOCK_N / 2;  // of a block: what each CTA of the cluster copies
+constexpr int CTA_KEYS = BLOCK_N / 2;  // keys of a block that each CTA of the cluster copies
 static_assert(BLOCK_M == 128 && BLOCK_N == 64 && PACKED_HEADS == 1, "64 rows of a CTA, and 64 keys");
 
 // Offsets in shared memory, in order. Barriers have one mbarrier for each slot.
 struct WideShared {
   u32 q, k, v;
-  u32 weights;      // of each consumer's last block
-  u32 running_max;  // of the same
-  u32 sums;         // of each consumer
+  u32 weights;      // per consumer, of its last block
+  u32 running_max;  // per consumer, of the same block
+  u32 sums;         // per consumer
   u32 q_full, k_full, k_empty, v_full, v_empty, weights_full, weights_empty;
   u32 end;
 
@@ -55,7 +55,7 @@ static_assert(LAYOUT.end <= SHARED_BYTES && SHARED_BYTES < LAYOUT.end + 16,
 
 DEVICE void init_barriers(const WideShared& sm) {
   mbar_init(sm.q_full, 1);
-  for (int i = 0; i < KEY_SLOTS; i++)  // a warpgroup of each CTA reads what both were sent
+  for (int i = 0; i < KEY_SLOTS; i++)  // one warpgroup of each CTA reads what is sent to both
     mbar_init(barrier(sm.k_full, i), 1), mbar_init(barrier(sm.k_empty, i), 8);
   for (int i = 0; i < VALUE_SLOTS; i++)
     mbar_init(barrier(sm.v_full, i), 1), mbar_init(barrier(sm.v_empty, i), 8);
@@ -64,7 +64,7 @@ DEVICE void init_barriers(const WideShared& sm) {
   mbar_init_fence();
 }
 
-// The tile of a cluster, and its blocks; those of a step come last to first.
+// The tile of a cluster and its blocks, which are visited from the last to the first.
 struct WideWork {
   Tile tile;
   int keys, rank;  // rank: of the CTA in its cluster
@@ -85,7 +85,7 @@ DEVICE WideWork work_of(const ForwardParams& p) {
   return work;
 }
 
-// In a cluster the addresses of a CTA's shared memory hold its rank, which a descriptor has no bits for.
+// In a cluster, shared memory addresses contain the rank of the CTA, for which a descriptor has no bits.
 DEVICE u32 cluster_descriptor(u32 address, u32 leading) {
   return descriptor_base(address & 0x3FFFF, leading);
 }
@@ -110,7 +110,8 @@ DEVICE void copy_keys(const ForwardParams& p, const WideShared& sm, const WideWo
     }
 }
 
-// Executed by one thread. Of a block's halves the one comes first whose consumer has its scores.
+// Copies V. The first half of a block is the one of the consumer that computes its scores. Executed by one
+// thread.
 DEVICE void copy_values(const ForwardParams& p, const WideShared& sm, const WideWork& work) {
   const int h = work.tile.h / p.group;
   PipelineState<VALUE_SLOTS> v;
@@ -132,12 +133,12 @@ struct WideConsumer {
   const ForwardParams& p;
   const WideShared& sm;
   const WideWork& work;
-  const int w, warp, lane, row;  // row: of the CTA's 64, this thread's first; the second is 8 below
+  const int w, warp, lane, row;  // row: this thread's first of the CTA's 64; the second is row + 8
   PipelineState<KEY_SLOTS> k;
   float s[SCORES], o[OUTPUTS];
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
-  KeyRange range0, range1;  // of this thread's two rows
+  KeyRange range0, range1;  // the keys of this thread's two rows
   int full_begin, full_end;  // blocks of which every row of the CTA attends every key
 
   DEVICE WideConsumer(const ForwardParams& p, const WideShared& sm, const WideWork& work, int w)
@@ -167,7 +168,7 @@ struct WideConsumer {
     if (k.stage >= KEY_SLOTS) k.stage -= KEY_SLOTS, k.phase ^= 1;
   }
 
-  // Each column is released when the next one's product has begun.
+  // Issues the product of the scores. Each column is released when the next one's product has started.
   DEVICE void score_product() {
     const u32 queries = cluster_descriptor(sm.q, 16);
     u32 last = 0;
@@ -201,7 +202,7 @@ struct WideConsumer {
 #endif
   }
 
-  // Zeroes the values past the last attended key: they may hold anything, and 0 * NaN is NaN.
+  // Zeroes the values past the last attended key: that memory is arbitrary, and 0 * NaN is NaN.
   DEVICE void clear_values(u32 values, int from) {
 #pragma unroll 1
     for (int i = from * 8 + (int)(threadIdx.x & 127); i < BLOCK_N * 8; i += 128)
@@ -229,7 +230,7 @@ struct WideConsumer {
       mask_by_position(s, block * BLOCK_N + (lane & 3) * 2, range0, range1);
   }
 
-  // Stores the weights of step j and their running max for the other consumer.
+  // Passes the weights of step j and their running max to the other consumer.
   DEVICE void publish_weights(int j) {
     mbar_wait(barrier(sm.weights_empty, w), j >> 1 & 1 ^ 1);
     const int r = warp * 16 + (lane & 15);
@@ -245,7 +246,7 @@ struct WideConsumer {
     mbar_arrive(barrier(sm.weights_full, w));
   }
 
-  // Waits for the other consumer's weights of step j, and adopts its running max.
+  // Waits for the other consumer's weights of step j, and takes over its running max.
   DEVICE void wait_for_other_weights(int j) {
     mbar_wait(barrier(sm.weights_full, 1 - w), j >> 1 & 1);
     const u32 at = sm.running_max + ((1 - w) * 64 + row) * 4;
@@ -268,15 +269,15 @@ struct WideConsumer {
     mbar_arrive(barrier(sm.weights_empty, 1 - w));
   }
 
-  // A step whose scores this consumer computes. The product with the other's last weights is in flight while
-  // its own scores become weights. Scores come in order, also because the parity of a slot's phase tells
-  // nothing as long as the keys before have not arrived in it.
+  // A step whose scores this consumer computes. The product with the other consumer's last weights runs while
+  // its own scores become weights. The products of scores are issued in order, also because the parity of a
+  // slot's phase is only meaningful once the previous keys have arrived in it.
   DEVICE void step(int j) {
     if (j > 0) named_barrier_sync(WIDE_SCORES + w, 256);
     score_product();
     if (j + 1 < work.steps()) named_barrier_arrive(WIDE_SCORES + 1 - w, 256);
     const u32 last = last_key_slot();
-    advance_keys(QK_COLUMNS);  // the other consumer's
+    advance_keys(QK_COLUMNS);  // the keys of the other consumer's block
     if (j > 0) begin_other_step(j - 1), wgmma_wait<1>();
     else wgmma_wait<0>();
     fence_operand(s);
@@ -368,7 +369,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   const WideShared sm(smem_address(shared));
   if (threadIdx.x == 0) init_barriers(sm);
-  cluster_sync();  // the other CTA's barriers are ready too
+  cluster_sync();  // both CTAs' barriers are initialised
   const WideWork work = work_of(p);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32);
   if (warpgroup == 0) {
@@ -384,5 +385,5 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     consumer.run();
     __syncwarp();
   }
-  cluster_sync();  // nothing is sent to a CTA that has ended
+  cluster_sync();  // a CTA must not exit while the other still writes to its shared memory
 }

@@ -1,4 +1,4 @@
-// A backward consumer whose scores are transposed, with a row for each key: masks, dropout, and the weights.
+// A backward consumer with transposed scores, whose rows are keys: masks, dropout, and weights.
 #pragma once
 #include "attending_queries.cuh"
 #include "backward.cuh"
@@ -9,16 +9,16 @@ struct KeyConsumerBase {
   const BackwardParams& p;
   const BackwardShared& sm;
   KeyTile t;
-  const int first, tid, lane, key;  // key: this thread's first row of the block; the second is 8 further
+  const int first, tid, lane, key;  // key: this thread's first row of the block; the second is key + 8
   PipelineState<STAGES> ring;
   PipelineState<1> bias;
   float slope;
-  bool is_full;  // with SKIPS_TILES: the mask keeps all of the step's block as it is
+  bool is_full;  // with SKIPS_TILES: the mask keeps all of this step's block
 #if HAS_MASK
-  u64 kept[2];  // a bit for each query of a block, for this thread's two rows
+  u64 kept[2];  // one bit for each query of a block, for this thread's two rows
 #endif
 #if HAS_DROPOUT
-  u32 dropped;  // a bit for each of a thread's scores
+  u32 dropped;  // one bit for each of this thread's scores
 #endif
 
   DEVICE KeyConsumerBase(const BackwardParams& p, const BackwardShared& sm, const KeyTile& t, int first)
@@ -30,7 +30,7 @@ struct KeyConsumerBase {
         lane(threadIdx.x & 31),
         key(first + (tid >> 5) * 16 + (lane >> 2)) {}
 
-  // The product keys x queries of these rows of K or V with a block of Q or dO.
+  // Issues the product keys x queries, of these rows of K or V with a block of Q or dO.
   template <int FEATURES> DEVICE void score_product(float (&d)[SCORES], u32 rows, u32 queries) {
     const u32 from_rows = descriptor_base(rows + first * 128, 16),
               from_queries = descriptor_base(queries, 16);
@@ -40,7 +40,7 @@ struct KeyConsumerBase {
     wgmma_commit();
   }
 
-  // Reads the mask early: it arrives from the L2 while scores are computed.
+  // Loads the mask early, so that it arrives from the L2 while scores are computed.
   DEVICE void read_mask(int h, int m) {
 #if HAS_MASK
     const unsigned char* from = p.by_key.bits + t.b * p.by_key.b + h * p.by_key.h + m * p.mask_block;
@@ -52,8 +52,9 @@ struct KeyConsumerBase {
 #endif
   }
 
-  // Computes hashes under the products of the scores. `arrived` is a barrier whose phase is over: a wait ends
-  // a basic block, and within one ptxas puts hashes between the products, or after them.
+  // Computes hashes while the products of the scores run. `arrived` is a barrier whose phase is already
+  // complete: a wait ends a basic block, and without one ptxas places the hashes between the products, or
+  // after them.
   DEVICE void find_dropped([[maybe_unused]] u32 row_seeds, [[maybe_unused]] u32 arrived) {
 #if HAS_DROPOUT
     static_assert(SCORES == 32, "a bit each");
@@ -73,7 +74,7 @@ struct KeyConsumerBase {
 #endif
   }
 
-  // The deltas of two queries; under dropout in the units of dP, which lacks its scale.
+  // The deltas of two queries; with dropout multiplied by 1 - p, since dP lacks the dropout scale.
   DEVICE float2 deltas(u32 at) const {
     float2 d = load_shared<float2>(at);
 #if HAS_DROPOUT
@@ -82,7 +83,7 @@ struct KeyConsumerBase {
     return d;
   }
 
-  // Makes scores of products of queries and keys, and finds the derivative.
+  // Applies the softcap to the scores and computes its derivative.
   DEVICE void apply_softcap([[maybe_unused]] float (&s)[SCORES],
                             [[maybe_unused]] float (&tanh_grad)[SCORES]) const {
 #if HAS_SOFTCAP
@@ -92,7 +93,8 @@ struct KeyConsumerBase {
 #endif
   }
 
-  // Makes gradients of the products of those of scores, or of weights that these are multiples of.
+  // Multiplies gradients of the scores, or weights to which these are proportional, by the derivative of the
+  // softcap.
   DEVICE void multiply_by_softcap_grad([[maybe_unused]] float (&x)[SCORES],
                                        [[maybe_unused]] const float (&tanh_grad)[SCORES]) const {
 #if HAS_SOFTCAP

@@ -1,7 +1,7 @@
-// Packs a bool mask to bits and finds each row's key range, in one launch. A row's bits are in the order of
-// its columns and 0 from `columns` on. A row has `pitch` bytes, a multiple of 16, of which the last 8 are its
-// key range: the first column that is kept and the one after the last. Where nothing is kept the range is
-// empty and begins at UNBOUNDED. Each head has a row of CTAs, whose warps share rows.
+// Packs a bool mask into bits and finds the key range of each row, in one launch. The bits of a row are in
+// the order of its columns, and 0 from `columns` on. A row has `pitch` bytes, a multiple of 16, of which the
+// last 8 are its key range: the first column that is kept and the one after the last. If nothing is kept, the
+// range is empty and begins at UNBOUNDED. Each head has a row of CTAs, whose warps share the rows.
 #include "ptx.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
@@ -11,7 +11,7 @@ struct MaskParams {
   const unsigned char* mask;
   unsigned char* bits;          // (all_heads, rows, pitch)
   long long b, h, row, column;  // strides of the mask in bytes, 0 for dimensions of one element
-  int heads, all_heads;         // of a batch, of all batches
+  int heads, all_heads;         // heads per batch row, and in all batch rows
   int rows, columns, pitch;
   int row_warps;  // `pack_rows`: warps that share a row, a power of two
 };
@@ -24,10 +24,10 @@ DEVICE unsigned char* bits_of_row(const MaskParams& p, int head, int row) {
   return p.bits + ((long long)head * p.rows + row) * p.pitch;
 }
 
-// Words of a row in front of its key range.
+// The words of a row before its key range.
 DEVICE int words_of_row(const MaskParams& p) { return p.pitch / 4 - 2; }
 
-// Columns [begin, end) that are kept.
+// The half-open range of columns that are kept.
 struct KeptRange {
   int begin = UNBOUNDED, end = 0;
 
@@ -37,7 +37,7 @@ struct KeptRange {
   }
 };
 
-// The key ranges of a CTA's rows, in shared memory, of which each warp sees some columns.
+// The key ranges of a CTA's rows in shared memory, since each warp sees only some of the columns.
 struct SharedRanges {
   int begin[32], end[32];
 
@@ -59,15 +59,16 @@ struct SharedRanges {
 #if ENTRY_pack_rows
 constexpr int STEP = 1024;  // columns that a warp packs at once, a word in each lane
 
-// A bit for each of 16 bytes that is not 0.
+// One bit for each of 16 bytes, set if the byte is not 0.
 DEVICE u32 bits_of(uint4 x) {
-  // bytes of 0 and 1 times GATHER have their bits side by side from bit 24 on
+  // multiplying bytes of 0 and 1 by GATHER collects their bits from bit 24 on
   constexpr u32 LOW = 0x7F7F7F7F, GATHER = 0x01020408;
   auto four = [](u32 y) { return ((((y & LOW) + LOW) | y) & ~LOW) / 128 * GATHER >> 24 & 15; };
   return four(x.x) | four(x.y) << 4 | four(x.z) << 8 | four(x.w) << 12;
 }
 
-// This lane's 32 of the STEP columns at `from`, of which `left` are in the row. Executed by one warp.
+// The 32 columns of this lane among the STEP columns starting at `from`, of which `left` are in the row.
+// Executed by one warp.
 DEVICE u32 pack_columns_of_row(const unsigned char* from, long long stride, int left) {
   const int lane = threadIdx.x & 31;
   unsigned char x[32];
@@ -82,7 +83,8 @@ DEVICE u32 pack_columns_of_row(const unsigned char* from, long long stride, int 
   return word;
 }
 
-// For columns that are not further apart than rows: the lanes of a warp are along the columns of one row.
+// For masks whose column stride does not exceed the row stride: the lanes of a warp read consecutive columns
+// of one row.
 extern "C" __global__ void __launch_bounds__(THREADS) pack_rows(const __grid_constant__ MaskParams p) {
   __shared__ SharedRanges ranges;
   const int lane = threadIdx.x & 31, warp = warp_uniform(threadIdx.x / 32);
@@ -116,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_rows(const __grid_con
 #endif
 
 #if ENTRY_pack_columns
-// For rows that are closer than columns: each lane of a warp packs 32 columns of a row of its own.
+// For masks whose row stride is the smaller one: each lane of a warp packs 32 columns of its own row.
 extern "C" __global__ void __launch_bounds__(THREADS) pack_columns(const __grid_constant__ MaskParams p) {
   __shared__ SharedRanges ranges;
   const int lane = threadIdx.x & 31, warp = warp_uniform(threadIdx.x / 32);

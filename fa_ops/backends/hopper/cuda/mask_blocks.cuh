@@ -1,5 +1,5 @@
-// The lists of fa::mask_blocks, which name the tiles of a dense mask that are not empty. What they hold is
-// clamped: with any numbers in them no other memory is read, and every walk ends.
+// The lists of fa::mask_blocks, which hold the tiles of a dense mask that are not empty. Entries are not
+// trusted but clamped: for any contents, reads stay within the tensors and all loops end.
 #pragma once
 #include "ptx.cuh"
 
@@ -11,14 +11,14 @@ struct MaskBlocks {
   int tile_rows, tile_columns;  // tiles of the mask along queries and along keys
 };
 
-// The tiles of a row of tiles, OF_KEYS, or of a column.
+// The listed tiles of one row of tiles (OF_KEYS), or of one column.
 struct TileList {
-  const int* entries;  // twice a tile's index, plus 1 if it is mixed, in order
-  int count;           // tiles that are listed
-  int tiles;           // tiles that the mask has there; 1: all keys, or queries, share it
+  const int* entries;  // twice the index of a tile, plus 1 if it is mixed, in ascending order
+  int count;           // the number of listed tiles
+  int tiles;           // the number of tiles of the mask; 1: broadcast over keys, or queries
 };
 
-// The list of the row, or column, of tiles that holds query, or key, `position`.
+// The list of the row (or column) of tiles that contains query (or key) `position`.
 template <bool OF_KEYS>
 DEVICE TileList tile_list(const MaskBlocks& blocks, int b, int h, int position) {
   const int lines = OF_KEYS ? blocks.tile_rows : blocks.tile_columns,
@@ -29,41 +29,42 @@ DEVICE TileList tile_list(const MaskBlocks& blocks, int b, int h, int position) 
   return {list + 1, max(0, min(list[0], tiles)), tiles};
 }
 
-// How many tiles of a list stand before `tile`. Executed by one warp, whose lanes look at 32 entries at once.
+// The number of tiles in a list before `tile`. Executed by one warp, whose lanes compare 32 entries at a
+// time.
 DEVICE int tiles_before(const TileList& list, int tile) {
   const int lane = threadIdx.x & 31;
   int first = 0, size = list.count;
   while (size > 0) {
     const int step = (size + 31) / 32, at = lane * step;
     const u32 later = ~__ballot_sync(~0u, at < size && list.entries[first + min(at, size - 1)] >> 1 < tile);
-    const int found = later ? __ffs(later) - 1 : 32;  // lanes whose tile is before
+    const int found = later ? __ffs(later) - 1 : 32;  // lanes whose tile comes before `tile`
     if (found == 0) break;
     first += (found - 1) * step + 1, size = min(step, size - (found - 1) * step) - 1;
   }
   return first;
 }
 
-// Walks down the blocks of BLOCK keys, or queries, that a listed tile overlaps.
+// Iterates backwards over the blocks of BLOCK keys (or queries) that overlap a listed tile.
 template <int BLOCK> struct TileWalk {
   static_assert(BLOCK <= MASK_TILE, "a block overlaps two tiles at most");
   TileList list;
-  int at, entry;  // the last entry that is not behind the walk, -1 if there is none, and what it holds
+  int at, entry;  // the next entry to visit, -1 if there is none, and its value
 
-  // The walk from block `last` on. Executed by one warp; unless BOUNDED no list goes on behind that block.
+  // Starts at block `last`. Executed by one warp. Unless BOUNDED, the list must not continue past that block.
   template <bool BOUNDED> DEVICE void start(const TileList& from, int last) {
     list = from;
     at = (BOUNDED && list.tiles > 1 ? tiles_before(list, last_tile(last) + 1) : list.count) - 1;
     load();
   }
 
-  // The last block up to `block` that a listed tile overlaps, or -1.
+  // The last block up to `block` that overlaps a listed tile, or -1.
   DEVICE int seek(int block) {
     if (list.tiles == 1) return at < 0 ? -1 : block;
     while (at >= 0 && entry >> 1 > last_tile(block)) at--, load();
     return at < 0 ? -1 : min(block, last_block(entry >> 1));
   }
 
-  // Whether the mask keeps everything in `block`, the one that was found last.
+  // Whether the mask keeps all of `block`, which `seek` has returned last.
   DEVICE bool is_full(int block) const {
     if (list.tiles == 1) return !(entry & 1);
     const int first = block * BLOCK / MASK_TILE, last = min(last_tile(block), list.tiles - 1);
@@ -77,12 +78,12 @@ template <int BLOCK> struct TileWalk {
   DEVICE void load() { entry = at >= 0 ? list.entries[at] : 0; }
 };
 
-// A bit for each of 32 blocks: those that overlap a listed tile, and those in which the mask keeps all.
+// One bit for each of 32 blocks: those that overlap a listed tile, and those that the mask keeps entirely.
 struct ListedBlocks {
   u32 some, full;
 };
 
-// The blocks of BLOCK keys, or queries, from block `base` on. Executed by one warp.
+// The 32 blocks of BLOCK keys (or queries) starting at block `base`. Executed by one warp.
 template <int BLOCK> DEVICE ListedBlocks listed_blocks(const TileList& list, int base) {
   constexpr int PER_TILE = MASK_TILE / BLOCK;
   static_assert(MASK_TILE % BLOCK == 0, "a block is in one tile");

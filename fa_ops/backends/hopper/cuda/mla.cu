@@ -1,11 +1,11 @@
 // Decoding over a latent KV cache (MLA) for sm_90a, after FlashMLA: few queries of many heads against one
 // latent head, whose values are the first VALUE_DIM features of its keys. A CTA attends 64 packed rows:
 // `heads` heads of `tokens` queries. Two consumer warpgroups hold half the columns of the output each. Tiles
-// of 64 keys are in two buffers: warpgroup 0 computes the scores of those in the first, warpgroup 1 of those
-// in the second, and each gives the other its weights, which overwrite the features that no value has. Both
-// share one running max per row, which goes from tile to tile, so that their sums agree. A buffer's halves
-// are released and filled separately, and read column by column as they arrive. work_ranges.cuh cuts the
-// keys; combine.cuh merges the items that several CTAs share.
+// of 64 keys alternate between two buffers: warpgroup 0 computes the scores of the tiles in the first,
+// warpgroup 1 of those in the second, and each passes its weights to the other through the key features that
+// are not values. Both share one running max per row, which is passed from tile to tile, so that their sums
+// agree. The halves of a buffer are released and filled separately, and read column by column as they arrive.
+// work_ranges.cuh divides the keys among CTAs; combine.cuh merges the items that several CTAs share.
 //
 // Compile-time: IS_BF16 HEAD_DIM VALUE_DIM BLOCK_N ROWS SHARED_BYTES RESCALE_THRESHOLD SCALES_DIFFERENCES
 // IS_PAGED COPY_KEYS HAS_KV_LENS
@@ -23,19 +23,19 @@ constexpr u32 COLUMN_BYTES = 64 * 128, TILE_BYTES = QK_COLUMNS * COLUMN_BYTES;
 static_assert(ROWS == 64 && BLOCK_N == 64 && QK_COLUMNS == 2 * HALF + 1,
               "one column is left for the weights");
 
-constexpr u32 STAGED_BYTES = 16 * 64;  // of a warp's results: 32 columns of its rows
+constexpr u32 STAGED_BYTES = 16 * 64;  // per warp: 32 columns of its rows of results
 
 // Offsets in shared memory, in order.
 struct MlaShared {
   u32 q, k, staged;
-  u32 running_max;  // of each consumer's last tile, for the other
-  u32 sums;         // of each consumer, for two items
-  u32 split;        // of two items
-  u32 pages;        // of each buffer: a bit for each copy whose page exists
+  u32 running_max;  // per consumer, of its last tile, for the other
+  u32 sums;         // per consumer, for two items
+  u32 split;        // for two items
+  u32 pages;        // per buffer: one bit for each copy, set if its page exists
   u32 q_full, q_empty;
-  u32 columns_full;   // of each buffer and column of 64 features
-  u32 halves_empty;   // of each buffer and half of the values
-  u32 weights_ready;  // of each buffer
+  u32 columns_full;   // per buffer and column of 64 features
+  u32 halves_empty;   // per buffer and half of the values
+  u32 weights_ready;  // per buffer
   u32 end;
 
   DEVICE constexpr explicit MlaShared(u32 base)
@@ -64,7 +64,7 @@ constexpr MlaShared LAYOUT(0);
 static_assert(LAYOUT.end <= SHARED_BYTES && SHARED_BYTES < LAYOUT.end + 16,
               "SHARED_BYTES is the layout's size");
 
-// The queries of a block of rows: row r is query token + r % tokens of head + r / tokens.
+// The queries of a block of rows: row r holds query `token` + r % tokens of head `head` + r / tokens.
 struct QueryBlock {
   int token, head;
 };
@@ -73,8 +73,8 @@ DEVICE QueryBlock query_block_of(const MlaParams& p, const Split& t) {
   return {(int)(m / heads) * p.tokens, (int)(m % heads) * p.heads};
 }
 
-// Writes the LSE of an item's row. Returns the row's index in the output, or -1 if it does not exist, and in
-// `inverse` the factor of its sums.
+// Writes the LSE of a row of an item. Returns the row's index in the output, or -1 if it does not exist, and
+// sets `inverse` to the factor that normalises its sums.
 DEVICE int finish_packed_row(const MlaParams& p, const Split& t, int row, float max2, float total,
                              bool writes_lse, float& inverse) {
   const QueryBlock block = query_block_of(p, t);
@@ -91,7 +91,7 @@ DEVICE void write_columns(const MlaParams& p, int out_row, int column, float2 x,
     *(u32*)(p.out + (long long)out_row * VALUE_DIM + column) = pack(x.x * inverse, x.y * inverse);
 }
 
-// A row of an item that is attended exactly.
+// A row of an item, computed exactly.
 struct MlaExactRow : ExactCacheRow<MlaParams> {
   const int begin = 0;
   int end;
@@ -113,7 +113,7 @@ struct MlaExactRow : ExactCacheRow<MlaParams> {
   DEVICE float score(int key) const { return dot(query, value(key), HEAD_DIM); }
 };
 
-// Executed by one warp: replaces two columns of a row for each lane, computed exactly.
+// Replaces two columns of a row in each lane by exact results. Executed by one warp.
 DEVICE void replace_columns(const MlaParams& p, const Split& t, int row, int column) {
   ExactColumns found;
   if (attend_exactly(MlaExactRow(p, t, row), column, VALUE_DIM, found)) {
@@ -126,12 +126,13 @@ DEVICE void replace_columns(const MlaParams& p, const Split& t, int row, int col
 
 constexpr int COPIES = BLOCK_N / COPY_KEYS;  // of one column
 
-// Copies a tile into its buffer, half by half: first the half whose values the warpgroup multiplies that
-// computes the scores, then the other with the column of the weights, which the other warpgroup reads last.
+// Copies a tile into its buffer in halves: first the half of the values that belongs to the warpgroup that
+// computes the scores, then the other half, together with the column that the weights overwrite, which the
+// other warpgroup reads last.
 DEVICE void copy_tile(const MlaParams& p, const MlaShared& sm, const Split& t, bool leader, int i,
                       u32& phases) {
   const int lane = threadIdx.x & 31, stage = i & 1;
-  int at = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, found = -1;  // no such page: zeros are copied
+  int at = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, found = -1;  // -1: no such page, zeros are copied
   if (lane < COPIES && at < t.keys) {
 #if IS_PAGED
     found = p.table[(long long)t.b * p.table_stride + at / p.page], at %= p.page;
@@ -143,7 +144,7 @@ DEVICE void copy_tile(const MlaParams& p, const MlaShared& sm, const Split& t, b
   const u32 valid = __ballot_sync(~0u, found >= 0);
   int token[COPIES], page[COPIES];
 #pragma unroll
-  for (int j = 0; j < COPIES; j++)  // pages of fewer than 64 keys are one copy each
+  for (int j = 0; j < COPIES; j++)  // pages of fewer than 64 keys are copied whole
     page[j] = __shfl_sync(~0u, found, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);
 #pragma unroll 1
   for (int half_index = 0; half_index < 2; half_index++) {
@@ -168,7 +169,7 @@ DEVICE void copy_tile(const MlaParams& p, const MlaShared& sm, const Split& t, b
 // Executed by one warp, one lane of which issues the copies.
 DEVICE void produce(const MlaParams& p, const MlaShared& sm) {
   const bool leader = elect_one();
-  u32 phases = 0;  // a bit for each buffer: an item begins in the first
+  u32 phases = 0;  // one bit per buffer; an item begins in the first
   PipelineState<2> items;
   u32 q_phase = 0;
   for (WorkIterator<MlaParams> iterator(p);; items.next(), q_phase ^= 1) {
@@ -193,17 +194,17 @@ DEVICE void produce(const MlaParams& p, const MlaShared& sm) {
   }
 }
 
-// Warpgroup w: scores of the tiles in buffer w, and columns w * VALUE_DIM / 2 and on of the output. Both
-// warpgroups run the same code, which takes half the time to compile.
+// Warpgroup w computes the scores of the tiles in buffer w, and columns [w * VALUE_DIM / 2, (w + 1) *
+// VALUE_DIM / 2) of the output. Both warpgroups run the same code, which halves the compilation time.
 struct MlaConsumer {
   const MlaParams& p;
   const MlaShared& sm;
-  const int w, tid, warp, lane, row;  // row: of the block, this thread's first; the second is 8 below
+  const int w, tid, warp, lane, row;  // row: this thread's first row of the block; the second is row + 8
   u32 phase = 0, other_phase = 0;     // of buffer w and of the other
   float s[SCORES], o[OUTPUTS];
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
-  int diagonal;  // end of the keys that the block's first query attends, not clamped to the row's
+  int diagonal;  // the end of the keys that the block's first query attends, not clamped
 
   DEVICE MlaConsumer(const MlaParams& p, const MlaShared& sm, int w)
       : p(p),
@@ -222,7 +223,7 @@ struct MlaConsumer {
     for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
   }
 
-  // This warpgroup's half comes first: it is copied first.
+  // This warpgroup's half comes first, since it is copied first.
   DEVICE void score_product() {
     const u32 queries = descriptor_base(sm.q, 16), keys = descriptor_base(sm.tile(w), 16);
 #pragma unroll
@@ -252,7 +253,7 @@ struct MlaConsumer {
     wgmma_commit();
   }
 
-  // Turns scores into weights, relative to the running max, which they may move. Returns whether they did.
+  // Converts scores to weights relative to the running max, which may move. Returns whether it did.
   DEVICE bool exponentiate(const Split& t, int tile) {
     const int first = tile * BLOCK_N;
     u32 valid = ~0u;
@@ -273,8 +274,8 @@ struct MlaConsumer {
     return softmax.make_weights(s, weights, p.scale_log2);
   }
 
-  // Stores the weights and their running max for the other warpgroup. Only this one reads the column that
-  // they overwrite.
+  // Passes the weights and their running max to the other warpgroup. Only this warpgroup reads the column
+  // that they overwrite.
   DEVICE void publish_weights() {
     const int r = warp * 16 + (lane & 15);
 #pragma unroll
@@ -289,7 +290,7 @@ struct MlaConsumer {
     mbar_arrive(sm.weights_full(w));
   }
 
-  // Waits for the other warpgroup's weights, and adopts its running max.
+  // Waits for the other warpgroup's weights, and takes over its running max.
   DEVICE void wait_for_other_weights() {
     mbar_wait(sm.weights_full(1 - w), other_phase);
 #pragma unroll
@@ -304,7 +305,8 @@ struct MlaConsumer {
     softmax.rescale_output(o);
   }
 
-  // Zeroes this warpgroup's half of the values past the last key: they may hold anything, and 0 * NaN is NaN.
+  // Zeroes this warpgroup's half of the values past the last key: that memory is arbitrary, and 0 * NaN is
+  // NaN.
   DEVICE void clear_values(const Split& t, int stage, int tile) {
     const int from = t.keys - tile * BLOCK_N;
     if (from >= BLOCK_N) return;
@@ -328,7 +330,7 @@ struct MlaConsumer {
     other_phase ^= 1;
   }
 
-  // Multiplies the weights of a tile whose scores this warpgroup has computed.
+  // Accumulates the values of a tile whose scores this warpgroup has computed.
   DEVICE void finish_tile(const Split& t, int tile, bool max_moved) {
     if (max_moved) softmax.rescale_output(o);
     clear_values(t, w, tile);
@@ -340,8 +342,8 @@ struct MlaConsumer {
   }
 
   // Attends two tiles. Warpgroup 0 computes its scores, then the product with the other's weights; warpgroup
-  // 1, whose tile comes later, has that product in flight while its own scores become weights. An item may
-  // end with a tile of warpgroup 0's.
+  // 1, whose tile is the later one, runs that product while its own scores become weights. An item may end
+  // with a tile of warpgroup 0.
   DEVICE void attend(const Split& t, int i) {
     const int tile = t.tile + i + w;
     const bool scores = i + w < t.count;
@@ -362,8 +364,8 @@ struct MlaConsumer {
     if (w ? !scores : i + 1 < t.count) attend_other_tile(t, t.tile + i + 1 - w);
   }
 
-  // Writes the normalised output and the LSE; maxima are in log2 units. A warp's 32 columns at a time go
-  // through shared memory, for stores of 16 bytes: shuffles would need half as many instructions again.
+  // Writes the normalised output and the LSE; maxima are in log2 units. Each warp stages 32 columns at a time
+  // in shared memory for 16-byte stores, since shuffles would need half as many instructions again.
   DEVICE void write(const Split& t, const float (&maxima)[2], const float (&sums)[2]) {
     float inverse[2];
     unsigned short* to[2];
@@ -398,7 +400,7 @@ struct MlaConsumer {
     }
   }
 
-  // A bit for each of this warp's rows that has a finite sum and values that are not finite.
+  // One bit for each of this warp's rows that has a finite sum but values that are not finite.
   DEVICE u32 unusable_rows(const float (&sums)[2]) const {
     float probe0 = 0.f, probe1 = 0.f;  // NaN where a value is not finite
 #pragma unroll
@@ -409,7 +411,8 @@ struct MlaConsumer {
     return vote_rows(probe0 != 0.f && is_finite(sums[0]), probe1 != 0.f && is_finite(sums[1]));
   }
 
-  // Executed by one warp, after its rows have been written: replaces this warpgroup's half of their columns.
+  // Recomputes this warpgroup's half of the columns of unusable rows. Executed by one warp, after its rows
+  // have been written.
   DEVICE void replace_rows(const Split& t, u32 unusable) const {
 #pragma unroll 1
     for (; unusable; unusable &= unusable - 1)
@@ -434,7 +437,7 @@ struct MlaConsumer {
       if (unusable) replace_rows(t, unusable);
       return;
     }
-    if (warp * 16 >= packed_rows(p)) return;  // rows that do not exist
+    if (warp * 16 >= packed_rows(p)) return;  // padding rows
     const int at = own_slot(t) * ROWS + row;
     float* to = p.partial + at * VALUE_DIM + w * (VALUE_DIM / 2) + (lane & 3) * 2;
 #pragma unroll
@@ -457,7 +460,7 @@ struct MlaConsumer {
 #pragma unroll 1
       for (int i = 0; i < t.count; i += 2) attend(t, i);
       const Split done =
-          load_split(sm.split_slot(items.stage));  // loaded again, so that it takes no registers until here
+          load_split(sm.split_slot(items.stage));  // loaded again here to save registers until now
       finish(done, items.stage);
     }
   }
@@ -468,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
   extern __shared__ __align__(1024) unsigned char shared[];
   const MlaShared sm(smem_address(shared));
   if (threadIdx.x == 0) {
-    // every thread arrives: racecheck does not accept one thread's arrival for its warp
+    // every thread arrives: racecheck does not accept one arrival per warp
     mbar_init(sm.q_full, 1), mbar_init(sm.q_empty, 256);
 #pragma unroll 1
     for (int i = 0; i < 2 * QK_COLUMNS; i++) mbar_init(barrier(sm.columns_full, i), 1);

@@ -1,4 +1,4 @@
-// The parameters of mla.cu, and how it cuts its work.
+// The parameters of mla.cu, and how it partitions its work.
 #pragma once
 #include "elements.cuh"
 #include "work_ranges.cuh"
@@ -13,8 +13,8 @@ struct MlaParams {
   const int* kv_lens;              // (B,) or null
   const int* table;                // (B, table_stride) or null
   int B, Hq, Sq, Sk;               // Sk: capacity of the cache
-  int tokens, heads, head_blocks;  // of a block of rows: queries and heads; and blocks of heads
-  int width, items;                // blocks of rows of a CTA group, and groups of blocks in a batch row
+  int tokens, heads, head_blocks;  // queries and heads per block of rows, and blocks of heads
+  int width, items;                // blocks of rows per CTA group, and CTA groups per batch row
   int window_right, page, page_count, table_stride;
   float scale_log2;
   const Element *q_rows, *k_rows;  // the tensors of the maps, for rows that are attended exactly

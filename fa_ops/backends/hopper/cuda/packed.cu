@@ -1,5 +1,5 @@
-// The range of keys that each token of a packed batch attends, in the packed keys. One thread per token; a
-// token outside every sequence attends nothing.
+// Writes the range of packed keys that each token of a packed batch attends. One thread per token; a token
+// outside every sequence attends nothing.
 #include "cu_seqlens.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

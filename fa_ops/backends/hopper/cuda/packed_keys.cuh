@@ -1,6 +1,6 @@
-// The keys of packed sequences, in blocks of KEY_BLOCK: those of a sequence begin a block of their own. Where
-// they follow one another, sequence b begins with block `first key / KEY_BLOCK + b`: there is room for all
-// sequences before it. Where they are in pages, each sequence has as many blocks as its table holds.
+// The keys of packed sequences, in blocks of KEY_BLOCK. Each sequence starts in a new block. For contiguous
+// keys, sequence b starts at block `first key / KEY_BLOCK + b`, which leaves room for all sequences before
+// it. For pages, each sequence has as many blocks as its row of the page table can hold.
 //
 // Compile-time: IS_PAGED
 #pragma once
@@ -10,10 +10,10 @@
 constexpr int KEY_BLOCK = 128;
 
 struct PackedKeys {
-  const int* cu_seqlens;  // (sequences + 1,) of keys that follow one another
+  const int* cu_seqlens;  // (sequences + 1,), for contiguous keys
   const int* lens;        // (sequences,) or null
-  int sequences, tokens;  // tokens: of all sequences, or of one whose pages are all in use
-  bool sorted;            // of cu_seqlens
+  int sequences, tokens;  // tokens: of all sequences, or for pages the capacity of one sequence
+  bool sorted;            // whether cu_seqlens is non-decreasing
 
 #if IS_PAGED
   DEVICE int begin(int) const { return 0; }
@@ -28,9 +28,9 @@ struct PackedKeys {
   DEVICE int first_block(int b) const { return begin(b) / KEY_BLOCK + b; }
 #endif
 
-  // The sequence whose blocks a block is among: the last one that does not begin after it, or -1.
+  // The sequence that a block belongs to: the last one that does not start after it, or -1.
   DEVICE int sequence_of(int block) const {
-    int after = 0, stop = sequences;  // the first sequence that begins after it lies in [after, stop]
+    int after = 0, stop = sequences;  // the first sequence that starts after it lies in [after, stop]
     while (after < stop) {
       const int middle = (after + stop) / 2;
       if (first_block(middle) <= block) after = middle + 1;

@@ -1,12 +1,12 @@
-// The copies that bring a block of keys or values from pages.
+// The TMA copies that load a block of keys or values from pages.
 #pragma once
 #include "block_info.cuh"
 
 #if IS_PAGED
 constexpr int COPIES = BLOCK_N / COPY_KEYS;
 
-// Where one copy of a block begins, of each lane. `page` may be any number until it is compared, which waits
-// for its load.
+// The source of one copy of a block, one per lane. `page` is not validated when it is loaded but when it is
+// first used, so that the load is not waited for early.
 struct PagedCopy {
   int page, token;
 };
@@ -19,10 +19,10 @@ template <class Params> DEVICE PagedCopy find_copy(const Params& p, const WorkIt
   return found;
 }
 
-// The copies of a block, in every lane. Pages of less than 64 keys are copied whole.
+// All copies of a block, in every lane. Pages of fewer than 64 keys are copied whole.
 struct PagedBlock {
   int pages[COPIES], tokens[COPIES];
-  u32 exists;  // a bit for each copy whose page exists
+  u32 exists;  // one bit for each copy, set if its page exists
 };
 
 // Executed by one warp.

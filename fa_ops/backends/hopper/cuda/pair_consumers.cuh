@@ -1,7 +1,7 @@
-// The consumers of backward_pair.cu: a warpgroup each for dV, dK and dQ.
+// The consumers of backward_pair.cu: one warpgroup each for dV, dK and dQ.
 //
-// What each barrier protects, of every CTA. Those marked * both CTAs arrive at; a warp's lane 0 arrives in
-// CTA 0 and lane 1 in CTA 1. At the others of consumers every thread arrives, as in backward.cuh.
+// What each barrier of a CTA protects. Both CTAs arrive at those marked *: lane 0 of a warp arrives in CTA 0
+// and lane 1 in CTA 1. At the other barriers of consumers every thread arrives, as in backward.cuh.
 //
 //   kv_full        K, V and the other CTA's K are there; all consumers wait once
 //   q_full         Q, its LSEs and key ranges are there
@@ -41,11 +41,11 @@ DEVICE KeyTile pair_tile(const BackwardParams& p) {
 }
 
 DEVICE u32 other_keys(const BackwardShared& sm) { return sm.exchange; }
-// dS of this CTA's keys, or of the other's.
+// The buffer of dS of this CTA's keys, or of the other CTA's.
 DEVICE u32 ds_at(const BackwardShared& sm, bool others) {
   return sm.exchange + OTHER_KEYS_BYTES + others * DS_BYTES;
 }
-// The address of four weights of a thread, of which both warpgroups hold the same ones.
+// The address of four weights of a thread; the same thread index of both warpgroups holds the same elements.
 DEVICE u32 weights_address(const BackwardShared& sm, int i) {
   return sm.exchange + OTHER_KEYS_BYTES + 2 * DS_BYTES + (i / 4 * 128 + (threadIdx.x & 127)) * 16;
 }
@@ -78,12 +78,13 @@ DEVICE void init_pair_barriers(const BackwardShared& sm) {
   mbar_init_fence();
 }
 
-// In a cluster the addresses of a CTA's shared memory hold its rank, which a descriptor has no bits for.
+// In a cluster, shared memory addresses contain the rank of the CTA, for which a descriptor has no bits.
 DEVICE u32 pair_descriptor(u32 address, u32 leading) { return descriptor_base(address & 0x3FFFF, leading); }
 
 struct PairConsumer : KeyConsumerBase {
-  // Blocks of queries so far. One counter instead of the states of rings saves registers: what has two
-  // buffers is in buffer `i()`, its barriers in phase `phase()`; barriers of what has one are in phase `i()`.
+  // The number of query blocks so far. One counter in place of pipeline states saves registers: double
+  // buffers use buffer `i()`, with barriers in phase `phase()`; barriers of single buffers are in phase
+  // `i()`.
   u32 blocks = 0;
   DEVICE u32 i() const { return blocks & 1; }
   DEVICE u32 phase() const { return blocks >> 1 & 1; }
@@ -104,8 +105,8 @@ struct PairConsumer : KeyConsumerBase {
   // The halves of dO of this block, and after those of earlier ones.
   DEVICE GradHalf grad_half(int i) const { return GradHalf(sm, 2 * blocks + i); }
 
-  // Adds to half X of the columns of dK or dV, from those of Q or dO at `queries`: ptxas takes no product
-  // that needs more registers than each of 512 threads begins with.
+  // Accumulates half X of the columns of dK or dV from those of Q or dO at `queries`, in two products: ptxas
+  // rejects a product that needs more registers than the initial number per thread of a CTA of 512 threads.
   template <int X> DEVICE void half_product(float (&d)[GRADS], const u32 (&a)[SCORES / 2], u32 queries) {
     wgmma_fence();
     wgmma_half_grads((float (&)[GRADS / 2])d[X * (GRADS / 2)], a, pair_descriptor(queries, COLUMN_BYTES));
@@ -186,7 +187,7 @@ struct PairKeyConsumer : PairConsumer {
 
   DEVICE PairKeyConsumer(const BackwardParams& p, const BackwardShared& sm) : PairConsumer(p, sm) {}
 
-  // Turns the gradients of weights into those of scores, in place.
+  // Replaces the gradients of weights by those of scores.
   DEVICE void score_gradients(u32 delta) {
     const u32 row = opaque(delta + (lane & 3) * 8);
 #pragma unroll
@@ -198,8 +199,8 @@ struct PairKeyConsumer : PairConsumer {
     }
   }
 
-  // Gives dS to the queries' warpgroups of both CTAs, after all threads have stored it. The barrier that the
-  // other CTA's bytes are counted by expects as many as are sent to it.
+  // Passes dS to the dQ warpgroups of both CTAs, after all threads have stored it. The barrier that receives
+  // the other CTA's bytes expects as many bytes as are sent to the other CTA.
   DEVICE void send() {
     named_barrier_sync(Barrier::WARPGROUP + KEYS, 128);
     if (tid == 0) {
@@ -268,7 +269,7 @@ struct PairQueryConsumer : PairConsumer {
 
   DEVICE PairQueryConsumer(const BackwardParams& p, const BackwardShared& sm) : PairConsumer(p, sm) {}
 
-  // By columns of 64: registers for more are needed for dK and dV.
+  // 64 columns at a time, since dK and dV need the registers.
   DEVICE void step(int h, int m, bool) {
     mbar_wait(ds_full(sm), i());
     const long long block = (long long)(t.b * p.Hq + h) * p.m_blocks + m;

@@ -1,9 +1,9 @@
-// Slots of shared memory, by their addresses in the shared window, and the state of a circular pipeline over
+// Slots of shared memory, as 32-bit addresses of the shared window, and the state of a circular pipeline over
 // them.
 #pragma once
 #include "ptx.cuh"
 
-// The `i`-th of equally large slots from `first` on, and of mbarriers.
+// The address of the `i`-th slot of BYTES bytes, and of the `i`-th mbarrier.
 template <u32 BYTES> DEVICE constexpr u32 slot_at(u32 first, int i) { return first + i * BYTES; }
 DEVICE constexpr u32 barrier(u32 first, int i) { return first + 8 * i; }
 

@@ -1,5 +1,6 @@
-// PTX wrappers: mbarriers, named barriers, TMA copies, wgmma fences, mma and fast math. Everything that only
-// a GPU has is here, so that tests can compile the other headers as C++. NVRTC has no headers of its own.
+// PTX wrappers: mbarriers, named barriers, TMA copies, wgmma fences, mma and fast math. Everything that
+// requires a GPU is in this file, so that tests can compile the other headers as C++. NVRTC provides no
+// headers.
 #pragma once
 
 typedef unsigned int u32;
@@ -39,7 +40,7 @@ DEVICE void mbar_wait(u32 bar, u32 phase) {
       : "memory");
 }
 
-// At the same barrier of a CTA of the cluster.
+// Arrives at the same barrier of a CTA of the cluster.
 DEVICE void mbar_arrive_at(u32 bar, u32 cta) {
   asm volatile(
       "{ .reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; "
@@ -47,7 +48,7 @@ DEVICE void mbar_arrive_at(u32 bar, u32 cta) {
       "r"(cta)
       : "memory");
 }
-// Of all threads of all CTAs of the cluster.
+// Synchronises all threads of all CTAs of the cluster.
 DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -102,13 +103,13 @@ template <class T> DEVICE T load_shared(u32 at) {
   return x;
 }
 
-// Programmatic dependent launch: the stream's next kernel is brought onto the multiprocessors before this one
-// has ended, and waits there until this one's memory is visible. Neither has an effect without the launch
-// attribute.
+// Programmatic dependent launch: the next kernel of the stream becomes resident before this one has ended,
+// and waits until this kernel's memory is visible. Neither has an effect without the launch attribute.
 DEVICE void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void wait_for_prior_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Between CTAs: who reads a count by `load_acquire` sees what was written before `add_release` counted it.
+// Between CTAs: a thread that reads a count by `load_acquire` sees what was written before the `add_release`
+// that counted it.
 DEVICE void add_release(int* to, int x) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
@@ -132,8 +133,8 @@ template <int R> DEVICE void register_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(R));
 }
 
-// True in one lane of a whole warp. With `threadIdx.x == 0` instead, the compiler would not know that one
-// thread issues the copies, and would loop over the lanes.
+// True in one lane of a converged warp. With `threadIdx.x == 0` instead, the compiler would not know that a
+// single thread issues the copies, and would generate a loop over the lanes.
 DEVICE bool elect_one() {
   u32 x;
   asm volatile("{ .reg .pred P; elect.sync _|P, 0xffffffff; selp.u32 %0, 1, 0, P; }" : "=r"(x));
@@ -160,7 +161,7 @@ DEVICE void tma_load_hinted(u32 dst, const TensorMap& map, u32 bar, int x, int s
       "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "l"(hint)
       : "memory");
 }
-// By a map whose boxes hold all features of a token.
+// For a map whose boxes hold all features of a token.
 DEVICE void tma_load_rows_hinted(u32 dst, const TensorMap& map, u32 bar, int s, int h, int b) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -168,7 +169,7 @@ DEVICE void tma_load_rows_hinted(u32 dst, const TensorMap& map, u32 bar, int s, 
       "l"((u64)&map), "r"(bar), "r"(0), "r"(s), "r"(h), "r"(b), "l"(EVICT_FIRST)
       : "memory");
 }
-// By a map whose boxes are groups of 8 tokens with all features, 64 after 64.
+// For a map whose boxes are groups of 8 tokens with all features, in columns of 64 features.
 DEVICE void tma_load_groups(u32 dst, const TensorMap& map, u32 bar, int group, int h) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -176,14 +177,15 @@ DEVICE void tma_load_groups(u32 dst, const TensorMap& map, u32 bar, int group, i
       "l"((u64)&map), "r"(bar), "r"(0), "r"(group), "r"(h)
       : "memory");
 }
-// Contiguous bytes, without a map.
+// Copies contiguous bytes, without a tensor map.
 DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
-// Copies four bytes, or sets them to zero; `copies_arrive` lets a thread arrive once its copies are there.
+// Copies four bytes, or sets them to zero. `copies_arrive` makes a thread arrive once its copies have
+// completed.
 DEVICE void copy_word(u32 dst, const void* src, bool is_there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(is_there ? 4 : 0)
                : "memory");
@@ -191,7 +193,8 @@ DEVICE void copy_word(u32 dst, const void* src, bool is_there) {
 DEVICE void copies_arrive(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
-// To the same place in the shared memory of both CTAs of a cluster, and to the same barrier of each.
+// Copies to the same offset in the shared memory of both CTAs of a cluster, and signals the same barrier of
+// each.
 DEVICE void tma_load_multicast(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -199,8 +202,8 @@ DEVICE void tma_load_multicast(u32 dst, const TensorMap& map, u32 bar, int x, in
       "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "h"((unsigned short)3)
       : "memory");
 }
-// From this CTA's shared memory to that of a CTA of the cluster, whose barrier counts the bytes. `dst` and
-// `bar` are the addresses of the same places in this CTA.
+// Copies from this CTA's shared memory to that of another CTA of the cluster, whose barrier counts the bytes.
+// `dst` and `bar` are addresses in this CTA at the corresponding offsets.
 DEVICE void bulk_send(u32 dst, u32 src, u32 bytes, u32 bar, u32 cta) {
   asm volatile(
       "{ .reg .b32 to, at; mapa.shared::cluster.u32 to, %0, %4; mapa.shared::cluster.u32 at, %3, %4; "
@@ -224,7 +227,7 @@ DEVICE void prefetch_tensor_map(const TensorMap& map) {
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// From the L2 cache: an addition by this thread may be newer than the L1.
+// Reads from the L2 cache, since L1 may be older than an atomic addition of this thread.
 DEVICE float4 load_l2(const float* from) {
   float4 x;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -241,16 +244,16 @@ DEVICE void atomic_add(float* to, float a, float b, float c, float d) {
 }
 
 // Shared-memory matrix descriptors: 128-byte swizzle, core matrices 1024 bytes apart in the strided
-// direction. The low word counts in units of 16 bytes, so that the steps of a product add constants to it.
+// direction. The low word counts units of 16 bytes, so that the steps of a product add constants to it.
 DEVICE u32 descriptor_base(u32 address, u32 leading) { return (address >> 4) | ((leading >> 4) << 16); }
 constexpr u32 DESCRIPTOR_HIGH = 1u << 30 | 1024 >> 4;
 
-// A value that is the same in all lanes, marked so that the compiler keeps it in a uniform register.
-// Descriptors made from other registers cost two more instructions per product, for which the products wait.
+// Marks a value as equal in all lanes, so that the compiler keeps it in a uniform register. Descriptors made
+// from other registers cost two more instructions per product, on its critical path.
 DEVICE int warp_uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // A thread holds two rows of its warpgroup's accumulator, 8 apart, and two of every eight columns: the
-// distance of its element `i` from its first one.
+// offsets of its element `i` from its first element.
 DEVICE constexpr int row_offset(int i) { return (i & 2) * 4; }
 DEVICE constexpr int column_offset(int i) { return (i >> 2) * 8 + (i & 1); }
 
@@ -260,7 +263,7 @@ template <int N> DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Keeps the compiler from reading the registers of a product before the wait above this.
+// Keeps the compiler from moving reads of a product's registers above the preceding wait.
 template <int R> DEVICE void fence_operand(float (&d)[R]) {
 #pragma unroll
   for (int i = 0; i < R; i++) asm volatile("" : "+f"(d[i])::"memory");
@@ -270,15 +273,15 @@ template <int R> DEVICE void fence_operand(u32 (&x)[R]) {
   for (int i = 0; i < R; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// The same value, opaque to the compiler: it would otherwise keep its sum with each constant in a register
-// for a whole loop.
+// Returns the value, opaque to the compiler, which would otherwise keep its sum with each constant in a
+// register for a whole loop.
 DEVICE u32 opaque(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Whatever a register holds, for rows of a product that do not exist. A constant would be written to the
-// operand before each product.
+// An undefined value, for unused rows of a product. A constant would be written to the operand before each
+// product.
 DEVICE u32 any_number() {
   u32 x;
   asm volatile("" : "=r"(x));
@@ -300,9 +303,10 @@ DEVICE float reciprocal_fast(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// An absolute error of 1e-7. That of tanh.approx is 5e-4, which a softcap of 50 turns into 0.02 of a score.
+// With an absolute error of 1e-7. That of tanh.approx is 5e-4, which a softcap of 50 amplifies to 0.02 of a
+// score.
 DEVICE float tanh_fast(float x) { return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.f * LOG2E * x)); }
-// A small relative error, for softcaps so large that an absolute error of 1e-7 is noticeable.
+// With a small relative error, for softcaps so large that an absolute error of 1e-7 matters.
 DEVICE float tanh_precise(float x) {
   const float y = x * x, series = x * (1.f + y * (-1.f / 3.f + y * (2.f / 15.f + y * (-17.f / 315.f))));
   return fabsf(x) < 0.1f ? series : tanh_fast(x);
@@ -329,7 +333,7 @@ DEVICE u32 pack(float low, float high) {
 #endif
 }
 
-// Four floats rounded to e4m3, the first in the lowest byte; larger numbers become 448.
+// Four floats rounded to e4m3, the first in the lowest byte; larger magnitudes saturate at 448.
 DEVICE u32 pack_e4m3(float a, float b, float c, float d) {
   u32 y;
   asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
@@ -339,14 +343,14 @@ DEVICE u32 pack_e4m3(float a, float b, float c, float d) {
   return y;
 }
 
-// Four e4m3 numbers as float16: those of the lower two bytes, and of the upper two.
+// Four e4m3 numbers as float16: the lower two bytes, and the upper two.
 DEVICE void unpack_e4m3(u32 x, u32& low, u32& high) {
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
       : "=r"(low), "=r"(high)
       : "r"(x));
 }
 
-// Two e4m3 numbers as floats, the one in the low byte first.
+// Two e4m3 numbers as floats, the low byte first.
 DEVICE float2 unpack_e4m3(unsigned short x) {
   float2 y;
   asm("{ .reg .b16 l, h; .reg .b32 z; cvt.rn.f16x2.e4m3x2 z, %2; mov.b32 {l, h}, z; "
@@ -384,7 +388,7 @@ DEVICE float sum_of_halves(u32 x) {
   return y.x + y.y;
 }
 
-// Two floats rounded to the 16-bit input type, negative numbers as 0.
+// Two floats rounded to the 16-bit input type, negative numbers clamped to 0.
 DEVICE u32 pack_relu(float low, float high) {
   u32 y;
 #if IS_BF16
@@ -395,7 +399,7 @@ DEVICE u32 pack_relu(float low, float high) {
   return y;
 }
 
-// Adds 0 * x to a pair of sums, which stay 0 as long as all that is added is finite.
+// Adds 0 * x to a pair of sums, which stay 0 as long as all added values are finite.
 DEVICE void add_times_zero(u32& sum, u32 x) {
 #if IS_BF16
   asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
@@ -428,7 +432,7 @@ template <bool TRANSPOSED> DEVICE void ldmatrix_x4(u32 (&r)[4], u32 at) {
                  : "memory");
 }
 
-// d (16 x 8) += a (16 x 16) b (16 x 8), of float16 numbers in `mma_f16`, else of the 16-bit input type
+// d (16 x 8) += a (16 x 16) b (16 x 8), in float16 (`mma_f16`) or in the 16-bit input type.
 #define MMA(NAME, TYPE)                                                                                     \
   DEVICE void NAME(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {                                      \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                     \
@@ -444,7 +448,8 @@ MMA(mma, "f16")
 MMA(mma_f16, "f16")
 #undef MMA
 
-// The shared-memory address of 16 bytes of a row of a tile: columns of `rows` lines of 128 swizzled bytes.
+// The swizzled shared-memory address of a 16-byte chunk of a row of a tile, whose columns have `rows` lines
+// of 128 bytes.
 DEVICE u32 swizzled(u32 base, int rows, int row, int chunk) {
   return base + (chunk >> 3) * rows * 128 + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
 }

@@ -4,7 +4,7 @@
 
 constexpr int ROWS = 64;
 
-// The keys that some query of a block of 64 attends, and those that all of them attend.
+// The keys that some query of a block of 64 attends, and the keys that all of them attend.
 struct QueryBlockKeys {
   int lo, hi, all_lo, all_hi;
 };
@@ -42,8 +42,8 @@ struct KeyBlocks {
 };
 
 #if SKIPS_TILES
-// Calls `visit` for each block of keys in which a tile of these queries is listed, with whether the mask
-// keeps everything there. Executed by whole warps.
+// Calls `visit` for each block of keys that overlaps a listed tile of these queries, with whether the mask
+// keeps all of it. Executed by whole warps.
 template <class Visit>
 DEVICE void for_each_listed_block(const BackwardParams& p, const QueryBlock& t, const KeyBlocks& n,
                                   Visit visit) {

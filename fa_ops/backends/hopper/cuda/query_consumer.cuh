@@ -1,5 +1,5 @@
-// The consumer of the backward pass that computes dQ for 64 queries: scores and their gradients are computed
-// again, a row for each query, and the gradients are the register operand of the product for dQ.
+// The backward consumer that computes dQ for 64 queries. Scores and their gradients are recomputed with one
+// row per query, and the gradients are the register operand of the product for dQ.
 #pragma once
 #include "backward.cuh"
 #include "query_blocks.cuh"
@@ -26,7 +26,7 @@ struct QueryShared {
 };
 constexpr QueryShared QUERY_LAYOUT(0);
 
-// From the first to the last block that some consumer visits; `t` is the CTA's first block of queries.
+// The range of blocks that any consumer visits; `t` is the CTA's first block of queries.
 DEVICE KeyBlocks all_keys_of(const BackwardParams& p, QueryBlock t) {
   KeyBlocks all = {0, 0};
   for (int c = 0; c < CONSUMERS; c++, t.m++) {
@@ -44,18 +44,18 @@ struct QueryConsumer {
   const QueryBlockKeys span;
   const int c, tid, lane;
   PipelineState<QUERY_STAGES> ring;
-  u32 operand_barrier = 0;  // releases the operands of the product in flight
+  u32 operand_barrier = 0;  // the barrier that releases the operands of the product in flight
   float s[ROW_SCORES], dp[ROW_SCORES], dq[HEAD_FEATURES / 2];
   u32 ds[ROW_SCORES / 2];
   float lse[2], delta[2], slope;
-  int2 range[2];    // of keys, for this thread's two rows
+  int2 range[2];    // keys that this thread's two rows attend
   int diagonal[2];  // the key at the same position
-  bool is_full = false;  // with SKIPS_TILES: the mask keeps all of the step's block as it is
+  bool is_full = false;  // with SKIPS_TILES: the mask keeps all of this step's block
 #if HAS_MASK
-  u64 kept[2][QUERY_BLOCK_N / 64];  // a bit for each key of a block
+  u64 kept[2][QUERY_BLOCK_N / 64];  // one bit for each key of a block
 #endif
 #if HAS_DROPOUT
-  u32 row_seeds[2], dropped[ROW_SCORES / 32];  // a bit for each of a thread's scores
+  u32 row_seeds[2], dropped[ROW_SCORES / 32];  // one bit for each of this thread's scores
 #endif
 #if BIAS_BITS
   static constexpr bool EARLY_BIAS = HEAD_DIM < 256;
@@ -71,10 +71,10 @@ struct QueryConsumer {
         tid(threadIdx.x & 127),
         lane(threadIdx.x & 31) {}
 
-  // A thread's first query, or its second.
+  // The index of this thread's first or second query.
   DEVICE int row(int r) const { return t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r; }
 
-  // Reads what belongs to a thread's rows. Rows that do not exist have weights of 0.
+  // Loads the LSE, delta and key range of this thread's rows. Padding rows get weights of 0.
   DEVICE void read_rows() {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -100,7 +100,7 @@ struct QueryConsumer {
 #endif
   }
 
-  // The product queries x keys of this consumer's rows of Q or dO with a slot.
+  // Issues the product queries x keys, of this consumer's rows of Q or dO with a slot.
   template <int FEATURES> DEVICE void score_product(float (&d)[ROW_SCORES], u32 rows, u32 slot) {
     const u32 from_rows = descriptor_base(rows, 16), from_keys = descriptor_base(slot, 16);
     wgmma_fence();
@@ -109,7 +109,7 @@ struct QueryConsumer {
     wgmma_commit();
   }
 
-  // Reads the mask early: it arrives from the L2 while scores are computed.
+  // Loads the mask early, so that it arrives from the L2 while scores are computed.
   DEVICE void read_mask(int n0) {
 #if HAS_MASK
     const unsigned char* from = p.by_query.bits + t.b * p.by_query.b + t.h * p.by_query.h + n0 / 8;
@@ -123,9 +123,9 @@ struct QueryConsumer {
 #endif
   }
 
-  // Computes hashes under the products of the scores. Returns 0, as `rows` is a multiple of 64, which ptxas
-  // cannot know: if nothing earlier depended on the hashes, it would compute them where they are used, after
-  // the products.
+  // Computes hashes while the products of the scores run. Returns 0, because `rows` is a multiple of 64,
+  // which ptxas does not know: without a dependence on the hashes it would move them to their use, after the
+  // products.
   DEVICE u32 find_dropped([[maybe_unused]] int n0) {
     u32 any = 0;
 #if HAS_DROPOUT
@@ -146,7 +146,7 @@ struct QueryConsumer {
     return any;
   }
 
-  // Reads the bias, early where registers hold it beside the products, for the same reason.
+  // Loads the bias; early, for the same reason, if there are registers for it.
   DEVICE void read_bias(int n0) {
 #if BIAS_BITS
     const char* from = p.bias.data + t.b * p.bias.b + t.h * p.bias.h;
@@ -161,8 +161,8 @@ struct QueryConsumer {
 #endif
   }
 
-  // Computes the gradients of the scores in dp; with OF_PRODUCTS those of the product under a softcap. Under
-  // dropout they lack its scale.
+  // Computes the gradients of the scores in place of dP; with OF_PRODUCTS and a softcap, those of the
+  // products. With dropout they lack the dropout scale.
   template <bool EDGE, bool OF_PRODUCTS = true> DEVICE void score_gradients(int n0) {
 #if BIAS_BITS
     if (!EARLY_BIAS) read_bias(n0);
@@ -199,7 +199,7 @@ struct QueryConsumer {
 #if HAS_SOFTCAP
       if (OF_PRODUCTS) dp[i] *= tanh_grad;
 #endif
-      if (EDGE && x == -INFINITE) dp[i] = 0.f;  // values of keys that are not attended may be NaN
+      if (EDGE && x == -INFINITE) dp[i] = 0.f;  // values of masked keys may be NaN
     }
   }
 
@@ -276,7 +276,7 @@ struct QueryConsumer {
     skip_blocks(all.end - n.end);
 #endif
     if (t.m >= p.m_blocks) return;
-    named_barrier_sync(Barrier::WARPGROUP + c, 128);  // every warp has read its rows of Q
+    named_barrier_sync(Barrier::WARPGROUP + c, 128);  // all warps have read their rows of Q
     const Note note = note_at(p, DQ, t.b * p.Hq + t.h, p.m_blocks * ROWS, t.m * ROWS);
     store_gradients(dq, p.scale, slot_at<CONSUMER_Q_BYTES>(sm.q, c), ROWS * 128, Barrier::WARPGROUP + c, p.dq,
                     t.m * ROWS, t.h, t.b, note);

@@ -1,19 +1,19 @@
-// Where a consumer of backward.cu takes its part of dQ: it adds the products of a block of queries with each
-// block of keys to sums in memory, in fp32 and accumulator order, which `postprocess` makes rows of.
+// The dQ of a consumer of backward.cu: it adds the product of a block of queries with each block of keys to
+// fp32 sums in global memory, in accumulator order, which `postprocess` converts to rows.
 //
-// With WHOLE_HEADS one CTA passes over all keys of a head. Then the first block of keys writes the sums, so
-// that they need not be zero, and the last one writes rows. Each thread reads only what it wrote itself, and
-// the sums of a CTA's heads lie where those of its last heads were, so that they stay in the L2 cache.
+// With WHOLE_HEADS one CTA processes all keys of a head. The first block of keys then stores the sums, so
+// that they need not be zeroed, and the last one writes the final rows. Each thread reads only what it wrote
+// itself. The sums of consecutive heads of a CTA share memory, which stays in the L2 cache.
 #pragma once
 #include "key_consumer.cuh"
 
 constexpr int QUERY_GRADS = ALTERNATES ? HEAD_FEATURES / 2 : BLOCK_M * SUM_FEATURES / 256;
-constexpr bool SPLITS_ROWS = BLOCK_M == 128;  // of dQ a consumer has 64 queries
-constexpr bool SPLITS_COLUMNS = !(SPLITS_ROWS || ALTERNATES);  // it has half the columns
-// of those the second half ends with as many that do not exist
+constexpr bool SPLITS_ROWS = BLOCK_M == 128;  // a consumer computes dQ of 64 queries
+constexpr bool SPLITS_COLUMNS = !(SPLITS_ROWS || ALTERNATES);  // a consumer computes half the columns of dQ
+// padding columns at the end of the second half
 constexpr int UNUSED_GRADS = SPLITS_COLUMNS ? (SUM_FEATURES - HEAD_FEATURES) / 2 : 0;
 
-// Writes part of dQ of 64 queries, of which this thread's first is `row`: columns from `first` on.
+// Writes dQ of 64 queries, from column `first` on; `row` is this thread's first query.
 template <int COUNT>
 DEVICE void write_query_rows(const BackwardParams& p, const float (&x)[COUNT], int b, int h, int row,
                              int first) {
@@ -37,15 +37,15 @@ DEVICE void write_query_rows(const BackwardParams& p, const float (&x)[COUNT], i
 
 struct QueryGradients : KeyConsumerBase {
   const int c;
-  // The block of queries of the last step, counted over all heads, if this consumer computes dQ of it. With
-  // ALTERNATES these are the blocks whose dS is in buffer `c`.
+  // The block of queries of the previous step, counted over all heads, or -1 if this consumer does not
+  // compute dQ of it. With ALTERNATES it computes the blocks whose dS is in buffer `c`.
   int previous = -1;
   float dq[QUERY_GRADS];
 
   DEVICE QueryGradients(const BackwardParams& p, const BackwardShared& sm, int c)
       : KeyConsumerBase(p, sm, {}, c * 64), c(c) {}
 
-  // This thread's first sum of a block of queries.
+  // The address of this thread's first sum of a block of queries.
   DEVICE float* sums_of(long long block) const {
     const int half = ALTERNATES ? 0 : c;
     return p.sums + block * (BLOCK_M * SUM_FEATURES) + opaque(half * 128 * QUERY_GRADS + tid * 4);
@@ -61,13 +61,13 @@ struct QueryGradients : KeyConsumerBase {
 };
 
 #if WHOLE_HEADS
-// The same for all keys of a head. `previous` is not negative if there was a step.
+// The same if one CTA processes all keys of a head. `previous` only marks whether there was a step.
 struct WholeQueryGradients : QueryGradients {
   using QueryGradients::QueryGradients;
 
   DEVICE void note_block(int, int) { previous = 0; }
 
-  // Of the step before the one that `ring` stands at.
+  // The target of the step before the current position of `ring`.
   DEVICE QueryTarget target() const {
     return load_target(slot_at<16>(sm.targets, (ring.phase * STAGES + ring.stage + 3) & 3));
   }

@@ -1,8 +1,8 @@
-// The slots of queries in shared memory: two work items have one each, or share one.
+// The slots of queries in shared memory: one for each of two work items, or one that both share.
 #pragma once
 #include "pipeline.cuh"
 
-// A consumer's slot, and the phase of its barriers.
+// The slot of a consumer, and the phase of its barriers.
 DEVICE int query_slot(const PipelineState<2>& work, int c) {
   return QUERY_STAGES == 2 ? work.stage * CONSUMERS + c : c;
 }

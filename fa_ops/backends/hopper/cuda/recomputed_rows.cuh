@@ -1,5 +1,5 @@
-// Computes rows of gradients that are not finite again, one at a time and without products by a weight of 0,
-// as a NaN or Inf may have reached rows that do not attend it.
+// Recomputes rows of gradients that are not finite, one at a time and without multiplying by weights of 0,
+// since a NaN or Inf may have reached rows that do not attend it.
 //
 // Compile-time: what backward_tiles.cuh has, HEAD_DIM HAS_KV_LENS HAS_SOFTCAP HAS_ALIBI HAS_DROPOUT
 #pragma once
@@ -23,8 +23,8 @@ DEVICE bool attends(const BackwardParams& p, int i, int j, int h, int b, int key
   return keep;
 }
 
-// The factor of a row in a gradient: for dV the weight, of dO; for dQ and dK the gradient of the product, of
-// K or Q.
+// The factor of one pair in a gradient: for dV the weight, which multiplies dO; for dQ and dK the gradient of
+// the score product, which multiplies K or Q.
 DEVICE float factor_of(const BackwardParams& p, int tensor, int i, int j, int h, int b, int keys) {
   auto row = [&](int of, int head, int token) {
     return row_at(p.tensors[of], p.strides[of], b, head, token);
@@ -41,7 +41,7 @@ DEVICE float factor_of(const BackwardParams& p, int tensor, int i, int j, int h,
 #if BIAS_BITS
   const float2 pair = to_floats(bias_pair(bias_row(p.bias, b, h, i), p.bias, j & ~1, 0));
   const float bias = j & 1 ? pair.y : pair.x;
-  if (bias == -INFINITE) return 0.f;  // left out even if its score is NaN
+  if (bias == -INFINITE) return 0.f;  // masked out even if its score is NaN
   s = fmaf(s, p.bias.unit, bias);
 #endif
   const float weight = exp2_fast(exponent(p, s, p.lse[at]));
@@ -58,15 +58,16 @@ DEVICE float factor_of(const BackwardParams& p, int tensor, int i, int j, int h,
   return weight * (dp - delta) * tanh_grad;
 }
 
-// With WHOLE_HEADS there is one call, in a kernel whose loops need the registers that a function reserves.
+// Inlined with WHOLE_HEADS, where it is called once: a function call would reserve registers that the
+// kernel's loops need.
 #if WHOLE_HEADS
 #define RECOMPUTES DEVICE
 #else
 #define RECOMPUTES __device__ __noinline__
 #endif
 
-// Executed by one warp: computes columns [FIRST, FIRST + 256) of a row of a gradient again if they are not
-// finite; `h` is a head of that gradient. Each lane computes the factor of a pair and sums eight columns.
+// Recomputes columns [FIRST, FIRST + 256) of a row of a gradient if they are not finite; `h` is a head of
+// that gradient. Executed by one warp: each lane computes the factor of one pair and sums eight columns.
 template <int FIRST>
 RECOMPUTES void recompute_row(const BackwardParams& p, int tensor, int row, int h, int b) {
   const int lane = threadIdx.x & 31, column = FIRST + lane * 8, keys = keys_of(p, b);
@@ -96,7 +97,7 @@ RECOMPUTES void recompute_row(const BackwardParams& p, int tensor, int row, int 
       const int other = base + lane, i = tensor == DQ ? row : other, j = tensor == DQ ? other : row;
       const bool counts = other < count && attends(p, i, j, head, b, keys);
       const float factor = counts ? factor_of(p, tensor, i, j, head, b, keys) : 0.f;
-      u32 left = __ballot_sync(~0u, factor != 0.f);  // true of a NaN
+      u32 left = __ballot_sync(~0u, factor != 0.f);  // true for NaN
       if (left == 0) continue;
 #pragma unroll 1
       for (; left; left &= left - 1) {
@@ -118,7 +119,7 @@ RECOMPUTES void recompute_row(const BackwardParams& p, int tensor, int row, int 
                      pack(sum[4] * unit, sum[5] * unit), pack(sum[6] * unit, sum[7] * unit));
 }
 
-// Executed by eight warps: the rows from `first` on, at most `count`, that exist.
+// Recomputes the existing rows among `count` rows from `first` on. Executed by eight warps.
 DEVICE void recompute_rows(const BackwardParams& p, int tensor, int first, int count, int h, int b) {
   const int end = min(first + count, tensor == DQ ? p.Sq : p.Sk);
 #pragma unroll 1

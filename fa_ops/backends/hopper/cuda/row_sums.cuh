@@ -1,14 +1,14 @@
-// What the products of the backward pass need of each row: delta, and the LSE in their units.
+// Row statistics for the products of the backward pass: delta, and the LSE in log2 units.
 //
 // Compile-time: VALUE_DIM BLOCK_M BIAS_BITS
 #pragma once
 #include "backward_params.cuh"
 
-// Scores beyond this are not resolved by float32 to the unit of an exponential.
+// Scores beyond this are larger than float32 can resolve to 1.
 constexpr float UNRESOLVED = 1 << 24;
 
-// The LSE as the kernels read it. Rounding of unresolved scores could make weights overflow: they vanish
-// instead.
+// The LSE as the kernels read it. Rounding errors of scores beyond UNRESOLVED could make weights overflow, so
+// their LSE is increased and their weights vanish instead.
 DEVICE float lse_of(float lse) {
   if (lse == -INFINITE) return INFINITE;
 #if BIAS_BITS  // differences are exact
@@ -19,11 +19,11 @@ DEVICE float lse_of(float lse) {
 #endif
 }
 
-constexpr int ROW_LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // each with eight features
+constexpr int ROW_LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // with eight features each
 
-// Executed by a warp: delta = rowsum(dO * O) - dlse, and the LSE with rows without keys at +inf, of ROWS rows
-// of a head from `first` on. The preprocess kernel of FlashAttention-2. There is no branch around a load, so
-// that all are in flight at once; a lane loads and writes the numbers of one row.
+// Writes delta = rowsum(dO * O) - dlse and the LSE (+inf for rows without keys) of ROWS rows of a head from
+// `first` on, as the preprocess kernel of FlashAttention-2. Executed by one warp. No load is inside a branch,
+// so that all loads are in flight at once; a lane reads and writes the statistics of one row.
 template <int ROWS> DEVICE void write_row_sums(const BackwardParams& p, int b, int h, int first) {
   constexpr int STEP_ROWS = 32 / ROW_LANES, STEPS = ROWS / STEP_ROWS;
   static_assert(STEPS <= ROW_LANES, "a lane for each row");
@@ -36,7 +36,7 @@ template <int ROWS> DEVICE void write_row_sums(const BackwardParams& p, int b, i
   const float lse = own < p.Sq ? p.saved_lse[at] : -INFINITE, grad_lse = p.grad_lse ? p.grad_lse[at] : 0.f;
   const Element* x = row_at(p.out, p.out_strides, b, h, 0) + there;
   const Element* y = row_at(p.tensors[GRAD_OUT], p.strides[GRAD_OUT], b, h, 0) + there;
-  float sum[STEPS];  // for each row of these lanes
+  float sum[STEPS];  // one for each row of these lanes
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
     const int row = min(first + i * STEP_ROWS, p.Sq - 1);

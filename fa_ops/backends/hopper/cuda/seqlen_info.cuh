@@ -1,4 +1,4 @@
-// Key ranges, and how many keys a batch row has.
+// Key ranges, and the number of keys of a batch row.
 #pragma once
 #include "ptx.cuh"
 
@@ -7,7 +7,7 @@ struct KeyRange {
   int begin, end;
 };
 
-// The number of keys of batch row `b`; the kernel's parameters have `kv_lens` and `Sk`.
+// The number of keys of batch row `b`; the kernel's parameters must have `kv_lens` and `Sk`.
 template <class Params> DEVICE int keys_of(const Params& p, int b) {
 #if PACKED_QUERIES  // tokens outside every sequence, which attend nothing, are before 0 or from B on
   return (u32)b < (u32)p.B ? max(0, min(p.kv_lens[b], p.Sk)) : 0;

@@ -1,26 +1,26 @@
 // Online softmax (FlashAttention-2) on wgmma accumulators: a thread holds two rows, elements 4i and 4i + 1 of
-// the first and 4i + 2 and 4i + 3 of the second. As in FlashAttention-4 the running max moves only when a
-// weight would exceed 2^RESCALE_THRESHOLD, so that the output is seldom rescaled.
+// the first and 4i + 2 and 4i + 3 of the second. As in FlashAttention-4, the running max moves only if a
+// weight would exceed 2^RESCALE_THRESHOLD, so that the output is rarely rescaled.
 #pragma once
 #include "ptx.cuh"
 
-// The running max of a row without scores. It is finite and below every score, so that such a row needs no
+// The running max of a row without scores. It is finite and less than every score, so that such rows need no
 // special case.
 #if BIAS_BITS
-constexpr float UNINITIALISED_MAX = -3.4028235e38f;  // finite fill values of masks are scores too
+constexpr float UNINITIALISED_MAX = -3.4028235e38f;  // finite fill values of masks count as scores
 #else
 constexpr float UNINITIALISED_MAX = -1e30f;
 #endif
 
 template <int SCORES> struct Softmax {
   float max0, max1, sum0, sum1;  // running max (unscaled scores), and this thread's part of the row sum
-  float rescale0, rescale1;      // factors of the output so far
+  float rescale0, rescale1;      // factors for the output accumulated so far
 
   DEVICE void reset() { max0 = max1 = UNINITIALISED_MAX, sum0 = sum1 = 0.f; }
 
-  // Moves the running max of a row where necessary, and sets the factor for everything accumulated so far.
-  // Returns whether it moved for a row of this warp. Each of the row's four lanes tests its own scores, and
-  // they compare only if one in their warp found a large one.
+  // Moves the running max of a row if necessary, and sets the factor for everything accumulated so far.
+  // Returns whether it moved in a row of this warp. Each of the row's four lanes tests its own scores, and
+  // they exchange maxima only if a lane of the warp found a large one.
   template <int ROW> DEVICE bool update_max(const float (&s)[SCORES], float scale_log2) {
     float& row_max = ROW ? max1 : max0;
     float& rescale = ROW ? rescale1 : rescale0;
@@ -42,14 +42,14 @@ template <int SCORES> struct Softmax {
     return moves;
   }
 
-  // Turns a row's scores into weights. Returns this thread's part of their sum.
+  // Replaces the scores of a row by weights. Returns this thread's part of their sum.
   template <int ROW> DEVICE float exponentiate(float (&s)[SCORES], float scale_log2) {
     const float n = -(ROW ? max1 : max0) * scale_log2;
     float sum = 0.f;
 #pragma unroll
     for (int i = 2 * ROW; i < SCORES; i += 4) {
 #if BIAS_BITS || \
-    SCALES_DIFFERENCES  // exact for scores so far from 0 that their product with the scale is not
+    SCALES_DIFFERENCES  // exact for large scores, whose product with the scale is rounded
       s[i] = exp2_fast((s[i] - (ROW ? max1 : max0)) * scale_log2);
       s[i + 1] = exp2_fast((s[i + 1] - (ROW ? max1 : max0)) * scale_log2);
 #else
@@ -71,8 +71,8 @@ template <int SCORES> struct Softmax {
     }
   }
 
-  // Turns both rows' scores into packed weights, relative to the running max, which they may move. Returns
-  // whether they did.
+  // Converts the scores of both rows to packed weights relative to the running max, which may move. Returns
+  // whether it did.
   DEVICE bool make_weights(float (&s)[SCORES], u32 (&weights)[SCORES / 2], float scale_log2) {
     bool max_moved = update_max<0>(s, scale_log2);
     max_moved |= update_max<1>(s, scale_log2);
@@ -84,13 +84,13 @@ template <int SCORES> struct Softmax {
     return max_moved;
   }
 
-  // Whether a row of this warp has had no score yet.
+  // Whether a row of this warp has no score yet.
   DEVICE bool has_uninitialised_max() const {
     return __any_sync(~0u, fminf(max0, max1) == UNINITIALISED_MAX);
   }
 
-  // Makes the weights of a row small after the fact: moves the running max by the largest of its four lanes'
-  // partial sums.
+  // Scales down the weights of a row after they have been computed: moves the running max by the largest
+  // partial sum of its four lanes.
   template <int ROW> DEVICE void lower_weights(float (&s)[SCORES], float scale_log2, float& partial) {
     float& row_max = ROW ? max1 : max0;
     float x = fmaxf(partial, __shfl_xor_sync(~0u, partial, 1));
@@ -105,15 +105,15 @@ template <int SCORES> struct Softmax {
   // Keeps the compiler from moving what follows above the maxima.
   DEVICE void fence() { asm volatile("" : "+f"(max0), "+f"(max1), "+f"(rescale0), "+f"(rescale1)::"memory"); }
 
-  // Sums the parts of a row's four lanes.
+  // Sums over the four lanes of each row.
   DEVICE void reduce_sums() {
     sum0 += __shfl_xor_sync(~0u, sum0, 1), sum0 += __shfl_xor_sync(~0u, sum0, 2);
     sum1 += __shfl_xor_sync(~0u, sum1, 1), sum1 += __shfl_xor_sync(~0u, sum1, 2);
   }
 };
 
-// The LSE (natural logarithm) of a finished row, and in `inverse` the factor of its output. A sink joins the
-// sum alone.
+// Returns the LSE (natural logarithm) of a finished row, and sets `inverse` to the factor that normalises its
+// output. A sink is added to the sum only.
 DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sink, float sink,
                         float& inverse) {
 #if BIAS_BITS
@@ -125,7 +125,7 @@ DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sin
 #endif
   inverse = sum == 0.f ? 0.f : 1.f / sum;
   if (!has_sink || sink == -INFINITE) return lse;
-  const float sink2 = sink * LOG2E;  // may be infinite: the keys have no weight then
+  const float sink2 = sink * LOG2E;  // may be infinite; then the keys have no weight
   if (sum == 0.f) return sink;
   if (sink2 > max2) {
     const float factor = exp2_fast(max2 - sink2), total = 1.f + sum * factor;

@@ -1,9 +1,10 @@
-// The warp that hands out the tiles of a forward kernel, and the barriers between it and the consumers.
+// The producer's loop over the tiles of a forward kernel, and the barriers between producer and consumers.
 #pragma once
 #include "block_info.cuh"
 #include "pipeline.cuh"
 
-// Those of tiles, of work items, and of each slot of queries. `key_readers` arrivals free a slot of keys.
+// Initialises the barriers of tiles, of work items, and of the query slots. A slot of keys is free after
+// `key_readers` arrivals.
 template <class Shared>
 DEVICE void init_tile_barriers(const Shared& sm, int query_slots, int key_readers = 4 * CONSUMERS) {
   for (int i = 0; i < query_slots; i++)
@@ -16,7 +17,7 @@ DEVICE void init_tile_barriers(const Shared& sm, int query_slots, int key_reader
   }
 }
 
-// Executed by one warp: all lanes compute a tile's bounds, and `load(item, work, leader)` copies it.
+// Executed by one warp. All lanes compute the bounds of a tile, and `load(item, work, leader)` copies it.
 template <class Params, class Shared, class Load>
 DEVICE void produce_tiles(const Params& p, const Shared& sm, Load load) {
   const bool leader = elect_one();
@@ -31,7 +32,7 @@ DEVICE void produce_tiles(const Params& p, const Shared& sm, Load load) {
       store_work_item(slot_at<WORK_ITEM_BYTES>(sm.work, work.stage), item);
       mbar_arrive(barrier(sm.work_full, work.stage));
     }
-#if PACKED_QUERIES  // how many tiles there are depends on the borders
+#if PACKED_QUERIES  // the number of tiles depends on cu_seqlens
     if (item.tile.m0 == NO_WORK) break;
 #else
     if (t >= p.tiles) break;

@@ -1,7 +1,8 @@
-// Tile scheduler of the forward pass: persistent CTAs take tiles of BLOCK_M rows. Rows are the queries of one
-// head, or each query of PACKED_HEADS heads in turn (pack_gqa of FlashAttention-3). With SPLITS_KEYS a tile
-// attends one of several parts of the keys, and forward_combine.cu merges the results. With PACKED_QUERIES a
-// tile has queries of one of the sequences that follow one another, each with a row of the page table.
+// Tile scheduler of the forward pass: persistent CTAs process tiles of BLOCK_M rows. The rows are the queries
+// of one head, or each query of PACKED_HEADS heads in turn (pack_gqa of FlashAttention-3). With SPLITS_KEYS a
+// tile attends one of several splits of the keys, and forward_combine.cu merges the results. With
+// PACKED_QUERIES a tile contains queries of one sequence of a packed batch; each sequence has a row of the
+// page table.
 #pragma once
 #include "seqlen_info.cuh"
 
@@ -9,14 +10,14 @@ struct Tile {
   int m0, h, b;  // m0: the first row, h: the first head
 #if SPLITS_KEYS
   int split;
-  KeyRange part;  // of the keys of the batch row
+  KeyRange part;  // the keys of this split
 #endif
 #if PACKED_QUERIES
-  int first, queries;  // of the sequence: its first token, and how many it has
+  int first, queries;  // the first token of the sequence, and its number of tokens
 #endif
 };
 
-constexpr int NO_WORK = -1;  // as m0: there are no more tiles
+constexpr int NO_WORK = -1;  // value of m0 if no tiles are left
 
 // The number of queries of a tile's batch row.
 template <class Params> DEVICE int queries_of(const Params& p, [[maybe_unused]] const Tile& t) {
@@ -27,7 +28,7 @@ template <class Params> DEVICE int queries_of(const Params& p, [[maybe_unused]] 
 #endif
 }
 
-// Each consumer has whole queries; what else there is of its 64 rows is unused.
+// Each consumer holds whole queries; the rest of its 64 rows is unused.
 constexpr int CONSUMER_QUERIES = 64 / PACKED_HEADS, CONSUMER_ROWS = CONSUMER_QUERIES * PACKED_HEADS;
 
 DEVICE int query_of(int row) {
@@ -35,17 +36,17 @@ DEVICE int query_of(int row) {
                              : (u32)row / 64 * CONSUMER_QUERIES + (u32)row % 64 / PACKED_HEADS;
 }
 
-// The head of a row among those that the tile packs.
+// The head of a row, counted from the tile's first head.
 DEVICE int packed_head(int row) { return (u32)row % 64 % PACKED_HEADS; }
 
-// The tile after `t`. Where tiles differ in length they are handed out on demand, so that no CTA is left with
-// a long one at the end.
+// The tile after `t`. Where tiles differ in length they are claimed dynamically from a counter, so that no
+// CTA is left with a long one at the end.
 template <class Params> DEVICE int next_tile(const Params& p, int t) {
   return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : t);
 }
 
 #if SPLITS_KEYS
-// A part of the keys that a batch row attends: whole blocks, about as many as in its other parts.
+// One split of the keys that a batch row attends: whole blocks, about as many as in its other splits.
 template <class Params>
 DEVICE KeyRange part_of(const Params& p, const Tile& t, int split, int splits, int keys) {
   const int first = HAS_LEFT ? max(0, keys - queries_of(p, t) - p.window_left) / BLOCK_N : 0;
@@ -55,15 +56,15 @@ DEVICE KeyRange part_of(const Params& p, const Tile& t, int split, int splits, i
 }
 #endif
 
-// Where a CTA's last tile was found, as it takes them in order.
+// The position at which a CTA found its last tile; its tiles are in ascending order.
 struct Cursor {
-  int base = 0, begin = 0, tiles = 0;  // of 32 sequences: the first, its token, and the tiles before it
+  int base = 0, begin = 0, tiles = 0;  // 32 sequences: the first, its token, and the tiles before it
 };
 
 #if PACKED_QUERIES
-// Tiles in the order of the sequences, each for all heads. Where a border is less than the one before, it
-// counts as equal. Executed by one warp, whose lanes look at 32 sequences at once; before the first sequence
-// and after the last is one more, without keys.
+// Tiles in the order of the sequences, each for all heads. An entry of cu_seqlens that is less than its
+// predecessor is treated as equal to it. Executed by one warp, whose lanes examine 32 sequences at a time.
+// The tokens before the first sequence and after the last form one more sequence each, without keys.
 template <class Params> DEVICE Tile tile_at(const Params& p, int t, Cursor& at) {
   constexpr int QUERIES = BLOCK_M / 64 * CONSUMER_QUERIES;
   const int row_heads = p.Hq / PACKED_HEADS, lane = threadIdx.x & 31;
@@ -97,7 +98,7 @@ template <class Params> DEVICE Tile tile_at(const Params& p, int t, Cursor& at) 
       tile.b = at.base + found - 1;
       tile.first = __shfl_sync(~0u, from, found), tile.queries = __shfl_sync(~0u, end - from, found);
       tile.m0 = (t - at.tiles - __shfl_sync(~0u, sum - own, found)) * BLOCK_M;
-#if LONGEST_FIRST && HAS_WINDOW  // nearly every window is causal
+#if LONGEST_FIRST && HAS_WINDOW  // most windows are causal
       tile.m0 = (__shfl_sync(~0u, own, found) - 1) * BLOCK_M - tile.m0;
 #endif
       break;
@@ -110,7 +111,7 @@ template <class Params> DEVICE Tile tile_at(const Params& p, int t, Cursor& at) 
   return tile;
 }
 #else
-// Tiles in order of sections of heads whose K and V share the L2. Inside a section of a causal call the
+// Tiles in the order of sections of heads whose K and V share the L2. Within a section of a causal call the
 // longest tiles of all heads come first.
 template <class Params> DEVICE Tile tile_at(const Params& p, int t, Cursor&) {
   const int row_heads = p.Hq / PACKED_HEADS, heads = p.B * row_heads, per = p.section * p.m_blocks;
@@ -120,7 +121,7 @@ template <class Params> DEVICE Tile tile_at(const Params& p, int t, Cursor&) {
 #endif
   const int sec = t / per, r = t - sec * per;
   const int inside = min(p.section, heads - sec * p.section);
-#if HAS_WINDOW || HAS_RANGES || HAS_MASK || BIAS_BITS  // nearly every mask is causal
+#if HAS_WINDOW || HAS_RANGES || HAS_MASK || BIAS_BITS  // most masks are causal
   const int m = p.m_blocks - 1 - r / inside, head = sec * p.section + r % inside;
 #else
   const int m = r % p.m_blocks, head = sec * p.section + r / p.m_blocks;

@@ -1,5 +1,5 @@
-// The consumers of backward_wide.cu: a warpgroup for scores, and two that share the columns of a gradient, so
-// that half of a block's columns are released when both have done their first products with it.
+// The consumers of backward_wide.cu: a warpgroup for scores, and two that share the columns of a gradient.
+// Each half of a block's columns is released when both have completed their first products with it.
 //
 // What each barrier of a CTA protects:
 //
@@ -16,10 +16,10 @@
 #include "wgmma.cuh"
 #include "wide_work.cuh"
 
-constexpr int SCORES = TOKENS / 2, GRADIENTS = HEAD_DIM / 8;  // of a thread; gradients: of a quarter
-constexpr bool VALUES_HAVE_GRADIENT = !OF_QUERIES;            // in CTA 1
+constexpr int SCORES = TOKENS / 2, GRADIENTS = HEAD_DIM / 8;  // accumulator registers of a thread
+constexpr bool VALUES_HAVE_GRADIENT = !OF_QUERIES;            // computed in CTA 1
 
-// In a cluster the addresses of a CTA's shared memory hold its rank, which a descriptor has no bits for.
+// In a cluster, shared memory addresses contain the rank of the CTA, for which a descriptor has no bits.
 DEVICE u32 cluster_descriptor(u32 address, u32 leading) {
   return descriptor_base(address & 0x3FFFF, leading);
 }
@@ -29,9 +29,9 @@ struct WideRole {
   const WideShared& sm;
   const WideWork& work;
   const int rank, tid, warp, lane;
-  PipelineState<SLOTS> ring;            // of halves of blocks
-  PipelineState<NUMBER_SLOTS> numbers;  // of blocks
-  u32 blocks = 0;                       // so far: the exchange has two slots
+  PipelineState<SLOTS> ring;            // halves of blocks
+  PipelineState<NUMBER_SLOTS> numbers;  // LSE or delta of blocks
+  u32 blocks = 0;                       // the number of blocks so far; the exchange has two slots
 
   DEVICE WideRole(const BackwardParams& p, const WideShared& sm, const WideWork& work)
       : p(p),
@@ -49,7 +49,7 @@ struct WideRole {
   DEVICE u32 stream() const { return slot_at<HALF_BYTES>(sm.stream, ring.stage); }
   DEVICE void next_block() { numbers.next(), blocks++; }
 
-  // Arrive for a warp: here, and in the other CTA.
+  // Arrives on behalf of a warp: in this CTA, and in the other one.
   DEVICE void release(u32 bar) const {
     __syncwarp();
     if (lane == 0) mbar_arrive(bar);
@@ -66,14 +66,14 @@ struct WideRole {
   }
 };
 
-// Computes weights in CTA 0, and gradients of scores in CTA 1, and sends them to the other.
+// Computes weights in CTA 0 and gradients of scores in CTA 1, and sends them to the other CTA.
 struct ScoreConsumer : WideRole {
   float s[SCORES];
   u32 x[SCORES / 2];
-  u32 own[HEAD_DIM / 8];  // the first half of the cluster's own tokens
-  const int row;  // of 64, this thread's first; the second is 8 below
+  u32 own[HEAD_DIM / 8];  // the first half of the features of the cluster's own tokens
+  const int row;  // this thread's first row of 64; the second is row + 8
 #if OF_QUERIES
-  float number[2];  // LSE or delta of this thread's rows
+  float number[2];  // the LSE or delta of this thread's rows
   int2 range[2];
 #endif
 
@@ -104,7 +104,7 @@ struct ScoreConsumer : WideRole {
   }
 #endif
 
-  // The LSEs or deltas of elements i to i + 3: of two queries, which are two rows or two columns.
+  // The LSE or delta of elements i to i + 3, which belong to two queries: two rows, or two columns.
   DEVICE float4 numbers_of(u32 at, int i) const {
 #if OF_QUERIES
     return make_float4(number[0], number[0], number[1], number[1]);
@@ -167,7 +167,7 @@ struct ScoreConsumer : WideRole {
     }
   }
 
-  // Of a weight of 0 the gradient is 0, whatever the value is: that key may not be attended.
+  // The gradient of a weight of 0 is 0 even if the value is NaN: the key may be masked out.
   DEVICE float score_gradient(float weight, float dp, float delta) const {
     return weight == 0.f ? 0.f : weight * (dp - delta);
   }
@@ -219,7 +219,7 @@ struct ScoreConsumer : WideRole {
 
   DEVICE void step(int, int block, bool edge) {
     const u32 at = opaque(slot_at<NUMBER_BYTES>(sm.numbers, numbers.stage) + (lane & 3) * 8);
-    const u32 first_empty = empty();  // its numbers are read last
+    const u32 first_empty = empty();  // its LSE or delta is read last
     score_product();
     if (rank == 0) make_weights(block, edge, at);
     else make_gradients(at);
@@ -239,11 +239,11 @@ struct ScoreConsumer : WideRole {
   }
 };
 
-// Adds up dK or dQ in CTA 0, dV in CTA 1: of either half of the columns the w-th half.
+// Accumulates dK or dQ in CTA 0, dV in CTA 1: the w-th half of each half of the columns.
 struct GradientConsumer : WideRole {
   const int w;
-  float low[GRADIENTS], high[GRADIENTS];  // ptxas takes no product that needs more registers than each of
-                                          // 512 threads begins with
+  float low[GRADIENTS], high[GRADIENTS];  // two products: ptxas rejects one with more registers than
+                                          // the initial number per thread of a CTA of 512
 
   DEVICE GradientConsumer(const BackwardParams& p, const WideShared& sm, const WideWork& work, int w)
       : WideRole(p, sm, work), w(w) {}
@@ -279,7 +279,7 @@ struct GradientConsumer : WideRole {
 
   DEVICE void wait_for_columns([[maybe_unused]] int block) {
     mbar_wait(full(), ring.phase);
-#if OF_QUERIES && HAS_KV_LENS  // keys past a batch row's length may hold anything
+#if OF_QUERIES && HAS_KV_LENS  // memory past the length of a batch row is arbitrary
     const int keys = work.t.keys - block * TOKENS;
     if (keys < TOKENS)
       clear_rows<TOKENS, HEAD_DIM / 4>(columns(ring.stage), keys, TOKENS, WIDE_GRADIENT_WARPGROUP + w);
@@ -301,7 +301,7 @@ struct GradientConsumer : WideRole {
 #endif
   }
 
-  // One warpgroup tells the other whether its columns of each warp's rows are finite.
+  // Writes the gradients. The two warpgroups exchange whether their columns of each warp's rows are finite.
   DEVICE void store() {
     const bool is_nonfinite = __any_sync(~0u, probe(low) + probe(high) != 0.f);
     if (lane == 0) store_shared(sm.nonfinite + (w * 4 + warp) * 4, (u32)is_nonfinite);
@@ -336,7 +336,7 @@ struct GradientConsumer : WideRole {
     }
     if (tid == 0) {
       for (int i = 0; i < HALF_COLUMNS; i++) {
-        const int half = i & 1, column = i / 2 + w * (HALF_COLUMNS / 2);  // of the half
+        const int half = i & 1, column = i / 2 + w * (HALF_COLUMNS / 2);  // within the half
         const int feature = (half * HALF_COLUMNS + column) * 64;
         if (feature < features)
           tma_store(map, slot_at<HALF_BYTES>(sm.stream, half) + column * COLUMN_BYTES, feature,

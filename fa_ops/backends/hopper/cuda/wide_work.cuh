@@ -1,6 +1,6 @@
-// What a cluster of backward_wide.cu works on, and its shared memory. In the pass for dK and dV a cluster has
-// 64 keys and passes over the queries that attend them; in the pass for dQ it has 64 queries and passes over
-// their keys.
+// The work of a cluster of backward_wide.cu, and its shared memory. In the pass for dK and dV a cluster owns
+// 64 keys and iterates over the queries that attend them; in the pass for dQ it owns 64 queries and iterates
+// over their keys.
 #pragma once
 #include "backward_tiles.cuh"
 #include "pipeline.cuh"
@@ -14,7 +14,7 @@
 
 constexpr int TOKENS = 64, COLUMNS = HEAD_DIM / 64, HALF_COLUMNS = COLUMNS / 2;
 constexpr u32 COLUMN_BYTES = TOKENS * 128, HALF_BYTES = HALF_COLUMNS * COLUMN_BYTES;
-// Of halves of blocks, and of the numbers of the blocks that these are part of.
+// SLOTS hold half a block each; NUMBER_SLOTS hold the LSE or delta of whole blocks.
 constexpr int SLOTS = 5, NUMBER_SLOTS = (SLOTS + 1) / 2;
 constexpr u32 NUMBER_BYTES = TOKENS * 4, RANGE_BYTES = TOKENS * 8;
 static_assert(BLOCK_M == TOKENS && BLOCK_N == TOKENS && QUERY_BLOCK_N == TOKENS, "copies of 64 tokens");
@@ -22,14 +22,14 @@ static_assert(HEAD_DIM == VALUE_DIM && HEAD_FEATURES == HEAD_DIM && COLUMNS % 4 
 static_assert(!ADDS_DQ, "nothing is added in memory");
 static_assert(!(HAS_MASK || HAS_DROPOUT || HAS_SOFTCAP || HAS_ALIBI || BIAS_BITS), "not in this kernel");
 
-// Of the CTA in its cluster: 0 computes weights, 1 their gradients.
+// The rank of a CTA in its cluster: 0 computes weights, 1 their gradients.
 DEVICE int cta_rank() { return blockIdx.x & 1; }
 
-// Offsets in shared memory, in order. What has several slots has as many mbarriers.
+// Offsets in shared memory, in order. Data with several slots has as many mbarriers.
 struct WideShared {
-  u32 resident;  // the cluster's own tokens: K or V, or Q or dO; their second half, if one is in registers
-  u32 stream;    // the others: Q or dO, or K or V; before them the half that goes to registers
-  u32 sent, received;  // weights or their gradients, for the other CTA and from it
+  u32 resident;  // the cluster's own tokens, K or V, or Q or dO: the half that is not in registers
+  u32 stream;    // the streamed tensor: Q or dO, or K or V; first the half that goes to registers
+  u32 sent, received;  // weights or their gradients, to and from the other CTA
   u32 numbers;         // the LSE or delta of each query of a block
   u32 ranges;
   u32 nonfinite;  // whether a warp's gradients are not finite
@@ -57,7 +57,7 @@ constexpr WideShared LAYOUT(0);
 static_assert(LAYOUT.end == SHARED_BYTES, "SHARED_BYTES is the layout's size");
 
 #if OF_QUERIES
-// 64 queries of a head. The longest blocks of all heads of a section come first.
+// 64 queries of a head. Within a section the longest blocks of all heads come first.
 struct WideWork {
   QueryBlock t;
   QueryBlockKeys span;
@@ -80,8 +80,8 @@ struct WideWork {
   DEVICE int first_token() const { return t.m * TOKENS; }
   DEVICE int head(const BackwardParams&) const { return t.h; }
 
-  // Calls `self.step` for every block of keys, with their head, and whether some query does not attend all of
-  // it.
+  // Calls `self.step` for every block of keys, with their head and whether some query does not attend the
+  // whole block.
   template <class Self> DEVICE void for_each_block(const BackwardParams& p, Self& self) const {
 #pragma unroll 1
     for (int j = blocks.first; j < blocks.end; j++)
@@ -99,7 +99,7 @@ struct WideWork {
   DEVICE int first_token() const { return t.n0; }
   DEVICE int head(const BackwardParams& p) const { return key_head(p, t); }
 
-  // The same for every block of queries. Executed by whole warps.
+  // Calls `self.step` for every block of queries. Executed by whole warps.
   template <class Self> DEVICE void for_each_block(const BackwardParams& p, Self& self) const {
     for (int h = first_head(p, t), end = h + p.part_heads; h < end; h++)
       for (int base = t.first; base < t.last; base += 32) {

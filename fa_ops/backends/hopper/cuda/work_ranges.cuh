@@ -1,19 +1,19 @@
-// How the decoding kernels cut the tiles of all batch rows into work ranges, one for each group of CTAs, as
-// in FlashInfer's and FlashMLA's schedulers but on the device, where lengths can be read. The CTAs of a group
-// attend the same keys at about the same time, for `group_width` blocks of queries, so that memory is read
-// once and the L2 serves the others.
+// How the decoding kernels divide the tiles of all batch rows into work ranges, one per group of CTAs, as the
+// schedulers of FlashInfer and FlashMLA do, but on the device, where the lengths can be read. The CTAs of a
+// group attend the same keys at about the same time, for `group_width` blocks of queries, so that memory is
+// read once and the other reads hit the L2.
 //
-// A work item is what one CTA could attend alone: the keys of a batch row for one KV head (or, in mla.cu, one
-// block of query heads). A work range may begin and end inside an item; the part of an item in a range is a
-// split.
+// A work item is a unit that one CTA can process alone: the keys of a batch row for one KV head (or, in
+// mla.cu, one block of query heads). A work range may begin and end inside an item; the part of an item in a
+// range is a split.
 //
-// A kernel provides batch_row(p, b); items_per_row(p), whose tiles follow one another; group_width(p); and
+// A kernel provides batch_row(p, b); items_per_row(p), whose tiles are consecutive; group_width(p); and
 // partition_of(p, total, shortest, longest).
 #pragma once
 #include "seqlen_info.cuh"
 
-// The keys [begin, end) that a batch row attends, in `count` tiles from `first` on. There is at least one
-// tile, so that some CTA writes the result.
+// The keys [begin, end) that a batch row attends, as `count` tiles from tile `first` on. There is at least
+// one tile, so that some CTA writes the result.
 struct BatchRow {
   int keys, begin, end, first, count;
 };
@@ -58,11 +58,11 @@ struct WorkRanges {
   }
 };
 
-// The part of an item in a CTA group's range: `count` tiles from `tile` on.
+// The part of an item in a CTA group's range: `count` tiles from tile `tile` on.
 struct Split {
-  int b, item, tile, count, keys, flags, first_group, splits;  // splits: how many the item has
+  int b, item, tile, count, keys, flags, first_group, splits;  // splits: the number of splits of the item
 };
-// Which of its CTA's two slots for partial results this split has, and which the item's first split has.
+// Flags: this split uses the second of its CTA's two slots for partial results; the item's first split does.
 constexpr int SECOND_SLOT = 1, FIRST_IN_SECOND_SLOT = 2;
 constexpr u32 SPLIT_BYTES = 32;
 
@@ -118,13 +118,13 @@ template <class Params> struct WorkIterator {
     item = (u32)(at - item_begin) / (u32)row.count, item_begin += item * row.count;
   }
 
-  // The current split, without what `find_splits` adds.
+  // The current split, without the fields that `find_splits` sets.
   DEVICE Split split() const {
     const int offset = at - item_begin;
     return {b, item, row.first + offset, min(row.count - offset, stop - at), row.keys};
   }
 
-  // Which groups share the item. Called after the first copies, which do not depend on it.
+  // Finds the groups that share the item. Called after the first copies, which do not depend on it.
   DEVICE void find_splits(Split& t) const {
     const int from = ranges.start(cta_group), last = item_begin + row.count - 1;
     t.first_group = item_begin >= from ? cta_group : ranges.group_of(item_begin);
@@ -142,8 +142,8 @@ template <class Params> struct WorkIterator {
   }
 };
 
-// Zeroes the rows that no copy of queries brings: the running maxima of a warp's rows move together, so
-// anything there would change the last bits of the other rows.
+// Zeroes the rows of queries that no copy fills: the running maxima of a warp's rows move together, so
+// arbitrary values there would change the last bits of the other rows.
 DEVICE void clear_queries(u32 at, u32 bytes) {
   for (u32 i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) store_shared(at + i, make_int4(0, 0, 0, 0));
   fence_async_shared();
