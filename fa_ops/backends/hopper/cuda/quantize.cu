@@ -1,10 +1,11 @@
-// Quantises query, key and value to 8 bits, as docs/semantics.md defines it, and writes them in the order in
-// which quantized.cu copies them. CTAs start in the order of their indices, and later ones wait for what
-// earlier ones find in a whole row of the batch:
+// Quantises query, key and value to 8 bits, as docs/semantics.md defines it, and writes them in the layout
+// that quantized.cu copies. CTAs start in the order of their indices, and later ones wait for statistics of a
+// whole batch row that earlier ones compute:
 //
 //   mean of the keys | queries | largest value of each channel | values | keys
 //
-// What is read twice, and what quantized.cu reads again and again, is last, and still in L2 then.
+// Tensors that are read twice, and those that quantized.cu reads repeatedly, come last, so that they are
+// still in the L2.
 //
 // Compile-time: IS_BF16 IS_INT8 HEAD_LANES VALUE_LANES ROTATED_BITS
 #include "quantize_params.cuh"
@@ -35,7 +36,7 @@ DEVICE void unpack8(float (&x)[8], const uint4& y) {
 
 DEVICE u32 word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
-// Makes the compiler compute again what it has computed of these elements.
+// Makes the compiler recompute values derived from these elements instead of keeping them in registers.
 DEVICE void forget(uint4& x) { asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)); }
 
 // What a CTA has in shared memory, by the work that it does.
@@ -44,7 +45,8 @@ union Shared {
   TransposedValues transposed[VALUE_BLOCKS];
 };
 
-// Reduces over the groups of LANES lanes of a CTA that hold the same eight columns: valid in the first group.
+// Reduces over the groups of LANES lanes of a CTA that hold the same eight columns. The result is valid in
+// the first group.
 template <int LANES, bool IS_MAX> DEVICE void reduce_groups(Shared& shared, float (&x)[8]) {
   constexpr int GROUPS = THREADS / LANES;
   auto& parts = shared.parts;
@@ -61,7 +63,7 @@ template <int LANES, bool IS_MAX> DEVICE void reduce_groups(Shared& shared, floa
     }
 }
 
-// A CTA has found one of a head's statistics.
+// Signals that a CTA has computed its part of a head's statistics.
 DEVICE void count_statistics(int* found) {
   __syncthreads();
   if (threadIdx.x == 0) add_release(found, 1);
@@ -73,7 +75,7 @@ DEVICE void wait_for_statistics(const int* found, int ctas) {
   __syncthreads();
 }
 
-// The largest |v| of each channel among some of the keys of a head.
+// Computes the largest |v| of each channel over some of the keys of a head.
 DEVICE void find_largest(const QuantizeParams& p, Shared& shared, int head, int part) {
   constexpr int GROUPS = THREADS / VALUE_LANES;
   const int Hkv = p.Hq / p.group, b = head / Hkv, channel = threadIdx.x % VALUE_LANES * 8;
@@ -96,7 +98,7 @@ DEVICE void find_largest(const QuantizeParams& p, Shared& shared, int head, int 
   count_statistics(p.largest_found + head);
 }
 
-// The mean of at most MEAN_KEYS evenly spaced keys of a head.
+// Computes the mean of at most MEAN_KEYS evenly spaced keys of a head.
 DEVICE void find_mean(const QuantizeParams& p, Shared& shared, int head) {
   constexpr int GROUPS = THREADS / HEAD_LANES;
   const int Hkv = p.Hq / p.group, b = head / Hkv, feature = threadIdx.x % HEAD_LANES * 8;
@@ -119,9 +121,10 @@ DEVICE void find_mean(const QuantizeParams& p, Shared& shared, int head) {
   count_statistics(p.means_found + head);
 }
 
-constexpr int UNITS = SCALE_BLOCK / ROWS;  // of eight features, that a thread holds of a block of keys
+constexpr int UNITS = SCALE_BLOCK / ROWS;  // pieces of eight features that a thread holds of a block of keys
 
-// Rotates the features of a row, whose lanes hold eight each, by Hadamard's matrix in blocks.
+// Rotates the features of a row by blockwise Hadamard matrices. The lanes of the row hold eight features
+// each.
 DEVICE void rotate(float (&x)[8], [[maybe_unused]] float factor) {
 #pragma unroll
   for (int bit = 0; bit < ROTATED_BITS; bit++) {
@@ -196,7 +199,7 @@ DEVICE void quantize_query(const QuantizeParams& p, int bh, int row, int feature
   if (feature == 0 && row < p.Sq) p.q_scale[at] = scale;
 }
 
-// QUERIES of a head; each has a scale.
+// Quantises QUERIES queries of a head, with one scale each.
 DEVICE void quantize_queries(const QuantizeParams& p, int bh, int part) {
   const int b = bh / p.Hq, h = bh % p.Hq, feature = threadIdx.x % HEAD_LANES * 8;
   const bool has_feature = feature < p.D;
@@ -223,7 +226,7 @@ DEVICE void quantize_queries(const QuantizeParams& p, int bh, int part) {
   }
 }
 
-// Eight features of a key without the mean.
+// Eight features of a key, minus the mean.
 DEVICE void load_key(float (&x)[8], const QuantizeParams& p, const uint4& from, bool exists,
                      const float (&mean)[8]) {
   unpack8(x, from);
@@ -232,7 +235,7 @@ DEVICE void load_key(float (&x)[8], const QuantizeParams& p, const uint4& from, 
   rotate(x, p.rotation);
 }
 
-// The largest of a CTA's numbers. Two calls one after another use different `of_warps`.
+// The largest number of a CTA. Consecutive calls must use different `of_warps`.
 DEVICE float largest_of_cta(float (&of_warps)[THREADS / 32], float largest) {
   largest = largest_of_lanes<32>(largest);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
@@ -242,8 +245,8 @@ DEVICE float largest_of_cta(float (&of_warps)[THREADS / 32], float largest) {
   return largest;
 }
 
-// KEY_STEPS blocks of SCALE_BLOCK keys of a head, each of which share a scale. The next block is copied to
-// registers meanwhile.
+// Quantises KEY_STEPS blocks of SCALE_BLOCK keys of a head, with one scale per block. The next block is
+// loaded into registers meanwhile.
 DEVICE void quantize_keys(const QuantizeParams& p, Shared& shared, int head, int part) {
   const int Hkv = p.Hq / p.group, b = head / Hkv, feature = threadIdx.x % HEAD_LANES * 8;
   const int keys = keys_of_row(p, b), blocks = 2 * ((p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK);
@@ -269,7 +272,7 @@ DEVICE void quantize_keys(const QuantizeParams& p, Shared& shared, int head, int
         next[u] = load8(k + u * ROWS * p.k_strides.s,
                         has_feature && block + 1 < end && row + SCALE_BLOCK + u * ROWS < keys);
     };
-    if (!ROTATED_BITS) load_next();  // or registers do not suffice
+    if (!ROTATED_BITS) load_next();  // with a rotation there are not enough registers
     float largest = 0.f;
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
@@ -292,7 +295,7 @@ DEVICE void quantize_keys(const QuantizeParams& p, Shared& shared, int head, int
   }
 }
 
-// Words of a block that threads of a channel have, and the keys between one and the next.
+// The words of a block per thread of a channel, and the distance in keys from one to the next.
 constexpr int VALUE_STEPS = WORDS * VALUE_LANES / THREADS, KEYS_OF_STEP = THREADS / VALUE_LANES * 4;
 static_assert(THREADS / VALUE_LANES % 8 == 0, "the same order of keys in each step");
 
@@ -306,7 +309,8 @@ DEVICE void load_values(uint4 (&x)[4], const QuantizeParams& p, const Element* v
   }
 }
 
-// VALUE_BLOCKS blocks of a head's values. Those of the next step are copied to registers meanwhile.
+// Quantises VALUE_BLOCKS blocks of a head's values. Those of the next step are loaded into registers
+// meanwhile.
 DEVICE void quantize_values(const QuantizeParams& p, Shared& shared, int head, int part) {
   const int Hkv = p.Hq / p.group, b = head / Hkv, channel = threadIdx.x % VALUE_LANES * 8;
   const int keys = keys_of_row(p, b), blocks = (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK;
@@ -349,7 +353,7 @@ DEVICE void quantize_values(const QuantizeParams& p, Shared& shared, int head, i
   }
 }
 
-// Whether `i` is one of `count` CTAs; if not, it is counted from those that follow.
+// Whether `i` is among the next `count` CTAs; if not, subtracts `count` from `i`.
 DEVICE bool is_one_of(int& i, int count) {
   if (i < count) return true;
   i -= count;

@@ -11,7 +11,7 @@ struct QuantizeParams {
   float* offset;                       // (B, Hq, Sq), or null: not computed
   float* mean;                         // (B, Hkv, D), or null: not subtracted
   u32* largest;                        // (B, Hkv, Dv): bits of the largest |v|, 0 at launch
-  int *largest_found, *means_found;    // (B, Hkv): CTAs that are done with those of a head, 0 at launch
+  int *largest_found, *means_found;    // (B, Hkv): the number of CTAs that have finished a head, 0 at launch
   const int* kv_lens;                  // (B,) or null
   Strides q_strides, k_strides, v_strides;
   int B, Hq, group, Sq, Sk, D, Dv;

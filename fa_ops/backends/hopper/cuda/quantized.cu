@@ -1,5 +1,5 @@
-// Attention forward with 8-bit products for sm_90a: persistent, warp-specialised CTAs as in forward.cu, whose
-// queries, keys and values quantize.cu has written.
+// Attention forward with 8-bit products for sm_90a: persistent, warp-specialised CTAs as in forward.cu, on
+// queries, keys and values that quantize.cu has written.
 //
 // Compile-time: IS_BF16 IS_INT8 BLOCK_M BLOCK_N HEAD_DIM HEAD_FEATURES VALUE_FEATURES STAGES QUERY_STAGES
 // SHARED_BYTES SUMMED_KEYS HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_SINKS
@@ -21,7 +21,7 @@ DEVICE void init_barriers(const QuantizedShared& sm) {
 }
 
 #if SUMS_BY_PRODUCT
-// Writes ones behind the values of each slot, which copies leave alone.
+// Fills the rows of ones behind the values of each slot, which copies do not overwrite.
 DEVICE void store_ones(const QuantizedShared& sm) {
   constexpr int ONE = 0x38383838, PIECES = ONES * BLOCK_N / 16;
   for (int i = threadIdx.x; i < STAGES * PIECES; i += blockDim.x)
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   const QuantizedShared sm{smem_address(shared)};
   if (threadIdx.x == 0) init_barriers(sm);
   store_ones(sm);
-  wait_for_prior_grid();  // which writes the 8-bit numbers
+  wait_for_prior_grid();  // the prior grid writes the 8-bit numbers
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == 0) {

@@ -1,4 +1,4 @@
-// The state of a consumer of the forward kernel with 8-bit products, and its epilogue.
+// The state of a consumer of the 8-bit forward kernel, and its epilogue.
 #pragma once
 #include "quantized_rows.cuh"
 #include "quantized_softmax.cuh"
@@ -8,16 +8,16 @@ struct QuantizedEpilogue {
   const QuantizedShared& sm;
   const int c, tid, lane;
   PipelineState<2> work;
-  float t[PRODUCTS];  // products of the last blocks with their values, and with ones
-  float sums[2];      // of this thread's weights, or of a row's with SUMS_BY_PRODUCT
+  float t[PRODUCTS];  // accumulators of the last blocks: weights times values, and times ones
+  float sums[2];      // row sums: this thread's part, or complete with SUMS_BY_PRODUCT
   QuantizedSoftmax softmax;
-  float2 channel_scales[OUTPUTS / 4];  // of the values' channels of four products of this thread
-  float offset[2];                     // what the scores of its rows lack
+  float2 channel_scales[OUTPUTS / 4];  // value scales of the channels of this thread
+  float offset[2];                     // the constant missing from the scores of each row
 
   DEVICE QuantizedEpilogue(const QuantizedParams& p, const QuantizedShared& sm, int c)
       : p(p), sm(sm), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
 
-  // Reads what the output is multiplied by from global memory, while the last products are computed.
+  // Loads the value scales and offsets from global memory while the last products run.
   DEVICE void load_factors() {
     const Tile tile = work_tile();
     const float* v_scale =
@@ -37,13 +37,13 @@ struct QuantizedEpilogue {
     return first_row(p, tile) + min(row_of(tile, r), queries_of(p, tile) - 1);
   }
 
-  // The factor of a row's output, whose LSE is written.
+  // Writes the LSE of a row and returns the factor that normalises its output.
   DEVICE float finish_one_row(const Tile& tile, int r) const {
     float sum = sums[r], inverse;
     if (!SUMS_BY_PRODUCT) sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
     sum *= 1.f / UNIT_WEIGHT;
 #if HAS_SINKS
-    const bool has_sink = !PACKS_SEQUENCES || is_in_sequence(p, tile);  // tokens outside have none
+    const bool has_sink = !PACKS_SEQUENCES || is_in_sequence(p, tile);  // others have none
     const float lse = finish_row(softmax.max[r], sum, 1.f, has_sink, p.sinks[tile.h] - offset[r], inverse);
 #else
     const float lse = finish_row(softmax.max[r], sum, 1.f, false, 0.f, inverse);
@@ -55,7 +55,7 @@ struct QuantizedEpilogue {
 
   // Writes the normalised output and the LSE of this consumer's rows.
   DEVICE void finish() {
-    const Tile tile = work_tile();  // loaded again, so that it takes no registers until here
+    const Tile tile = work_tile();  // loaded again here to save registers until now
     mbar_arrive(barrier(sm.work_empty, work.stage));
 #pragma unroll
     for (int r = 0; r < 2; r++) {

@@ -1,12 +1,13 @@
-// A consumer warpgroup of the forward kernel with 8-bit products: 64 queries.
+// A consumer warpgroup of the 8-bit forward kernel: 64 queries.
 //
-// The products of a step are T += P(j + 1).V(j + 1) and S(j) = Q.K(j)^T, of which P(j) is made. Three
-// consumers have them computed one after the other, so that P(j + 1) and S(j) share registers, and take turns
-// at the tensor cores: while one waits for its products, others make weights. Two have registers to look for
-// the largest of S(j) while the product with the values is computed, and keep no order.
+// The products of a step are T += P(j + 1).V(j + 1) and S(j) = Q.K(j)^T, from which P(j) is computed. With
+// three consumers the two products run one after the other, so that P(j + 1) and S(j) share registers, and
+// the consumers take turns at the tensor cores: while one waits for its products, the others compute weights.
+// With two consumers there are registers to compute the row maxima of S(j) while the product with the values
+// runs, and no order is enforced.
 //
-// Tensor cores add 8-bit products with about 14 bits, so no sum of theirs is longer than SUMMED_BLOCKS
-// blocks: it is then added to the totals.
+// Tensor cores accumulate 8-bit products with a precision of about 14 bits. Accumulation is therefore limited
+// to SUMMED_BLOCKS blocks, after which the accumulator is added to the totals.
 #pragma once
 #include "query_slots.cuh"
 #include "quantized_epilogue.cuh"
@@ -20,14 +21,14 @@ constexpr bool TAKES_TURNS = CONSUMERS == 3;
 struct QuantizedConsumer : QuantizedEpilogue {
   using QuantizedEpilogue::QuantizedEpilogue;
   PipelineState<STAGES> k, v;
-  u32 queries;  // this work item's, as a descriptor
+  u32 queries;  // the descriptor of this work item's queries
   const KeyScales* key_scales;
   Scores s;
   u32 summed;        // how many blocks these are, the same in all warps
-  u32 existing_copies;  // of the block: a bit for each copy whose page exists
+  u32 existing_copies;  // one bit for each copy of the block, set if its page exists
   Weights weights;
   SharedTotals totals;
-  KeyRange range0, range1;  // of this thread's two rows
+  KeyRange range0, range1;  // the keys of this thread's two rows
 
   DEVICE void start_scores() {
 #if IS_INT8
@@ -58,14 +59,14 @@ struct QuantizedConsumer : QuantizedEpilogue {
     summed++;
   }
 
-  // Every warp releases for itself: one that waits for values another time, for dropout or in a block that is
-  // skipped, must not find the phase after the next.
+  // Every warp arrives for itself: a warp that waits for the same values again, in a skipped block, must not
+  // miss a phase.
   DEVICE void release_values() {
     if (lane == 0) mbar_arrive(barrier(sm.v_empty, v.stage));
     v.next();
   }
 
-  // After the last block of a work item nothing reads its queries, and the next item's may be copied.
+  // After the last block of a work item its queries are released as well.
   DEVICE void release_keys(bool is_last) {
     if (lane == 0) mbar_arrive(barrier(sm.k_empty, k.stage));
     k.next();
@@ -76,7 +77,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     if (lane == 0) mbar_arrive(barrier(sm.q_empty, query_slot(work, c)));
   }
 
-  // Once for each block of a tile, also for those that a consumer skips.
+  // Called once for each block of a tile, including skipped ones.
   DEVICE void take_turn() {
     if (TAKES_TURNS) named_barrier_sync(QuantizedBarriers::TURN + c, 256);
   }
@@ -87,7 +88,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
   DEVICE void wait_keys() { mbar_wait(barrier(sm.k_full, k.stage), k.phase); }
   DEVICE void wait_values() { mbar_wait(barrier(sm.v_full, v.stage), v.phase); }
 
-  // After a block's product with values: adds `t` to the totals if it is of as many blocks as may be summed.
+  // Called after a block's product with values: adds `t` to the totals once it covers SUMMED_BLOCKS blocks.
   DEVICE void finish_block() {
     finish_values();
     if (summed == SUMMED_BLOCKS) add_to_totals(), summed = 0;
@@ -102,7 +103,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     totals.add(t, whole);
   }
 
-  // Rescales what there is if this warp's maxima have moved.
+  // Rescales all sums if this warp's maxima have moved.
   DEVICE void rescale() {
     if (!softmax.max_moved) return;
 #pragma unroll
@@ -111,15 +112,15 @@ struct QuantizedConsumer : QuantizedEpilogue {
     sums[0] *= softmax.rescale[0], sums[1] *= softmax.rescale[1];
   }
 
-  // The sum of a row's weights grows faster than its products with values, and would lose more: tensor cores
-  // begin it anew in each block.
+  // Adds the row sums in every block: they grow faster than the products with values and would lose more
+  // precision in the tensor cores, which therefore start them anew in each block.
   DEVICE void add_row_sums() {
     if (!SUMS_BY_PRODUCT) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) sums[r] += t[OUTPUTS + 2 * r], t[OUTPUTS + 2 * r] = 0.f;
   }
 
-  // Everything between the product of the scores and the softmax.
+  // All operations between the product of the scores and the softmax.
   DEVICE void modify_scores(int block, const BlockRange& n) {
 #if HAS_SOFTCAP
 #pragma unroll
@@ -154,7 +155,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     for (int part = 0; part < KEY_SCALES; part++) softmax.key_scale[part] = x.scales[part];
   }
 
-  // Scores of `block`, and the product of the weights of the block after it with their values.
+  // Computes the scores of `block`, and the product of the weights of the previous block with their values.
   DEVICE void step(int block, const BlockRange& n) {
     load_key_scale(block);
     if (TAKES_TURNS) step_in_turn(block, n);
@@ -173,7 +174,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     finish_block();
     wgmma_wait<0>();
     find_max(block, n, summed == 0);
-    rescale();  // before the exponentials, so that each is rounded while the next is computed
+    rescale();  // before the exponentials, so that rounding overlaps with them
     exponentiate();
     add_sums(round_weights());
   }
@@ -186,24 +187,24 @@ struct QuantizedConsumer : QuantizedEpilogue {
     find_max(block, n, summed == SUMMED_BLOCKS);
     exponentiate();
     fence_operand(s);
-    wait_values();  // ends at once; without it the compiler moves the wait for the product above the maxima
+    wait_values();  // returns at once; keeps the wait for the product below the maxima
     wgmma_wait<0>();
     fence_operand(weights);
-    const float2 added = round_weights();  // before the rest, which has the registers of the scores then
+    const float2 added = round_weights();  // first, to free the registers of the scores
     finish_block();
     rescale();
     add_sums(added);
   }
 
-  // After all products.
+  // Called after all products.
   DEVICE void finish_values() {
     fence_operand(t);
     release_values();
     add_row_sums();
   }
 
-  // After the product of the scores. `begins_sum`: the product of the weights with their values starts from
-  // 0, and there are sums before it.
+  // Called after the product of the scores. `begins_sum`: the accumulation of weights times values starts
+  // from 0, and there are earlier sums.
   DEVICE void find_max(int block, const BlockRange& n, bool begins_sum) {
     fence_operand(s);
     release_keys(block == n.begin);
@@ -214,16 +215,16 @@ struct QuantizedConsumer : QuantizedEpilogue {
 
   DEVICE void exponentiate() { softmax.exponentiate<0>(p, s), softmax.exponentiate<1>(p, s); }
 
-  // Returns this thread's sums of the rounded weights, where they are no products.
+  // Returns this thread's sums of the rounded weights, unless the sums are computed by products.
   DEVICE float2 round_weights() { return {softmax.round<0>(s, weights), softmax.round<1>(s, weights)}; }
 
   DEVICE void add_sums(const float2& added) {
     if (!SUMS_BY_PRODUCT) sums[0] += added.x, sums[1] += added.y;
   }
 
-  // Without products nothing else brings a warp's lanes together, which may run apart under a tool that
-  // instruments the kernel: none may release a slot that another has not seen filled, or that one would find
-  // the phase after the next. The compiler drops __syncwarp here.
+  // Reconverges the warps. Without products nothing else does, and the lanes of a warp may diverge under a
+  // tool that instruments the kernel: a lane must not release a slot that another lane has not yet seen full,
+  // which would then miss a phase. The compiler removes __syncwarp here.
   DEVICE void meet() { named_barrier_sync(QuantizedBarriers::WARPGROUP + c, 128); }
 
   // Skips blocks of the tile that no row of this consumer attends, from the last to the first.
@@ -293,7 +294,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     sums[0] = sums[1] = 0.f;
     totals.reset(slot_at<TOTAL_BYTES>(sm.totals, c) + tid * 16);
     const int slot = query_slot(work, c);
-    // or each step would compute it again
+    // otherwise each step would compute it again
     queries = opaque(descriptor_base(slot_at<Q_BYTES>(sm.q, slot), 16));
     mbar_wait(barrier(sm.q_full, slot), query_phase(work));
 #if QUANTISES_QUERIES
@@ -324,7 +325,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
 #endif
 
   DEVICE void run() {
-    if (c == CONSUMERS - 1) pass_turn();  // the first is consumer 0's
+    if (c == CONSUMERS - 1) pass_turn();  // consumer 0 has the first turn
     for (;; work.next()) {
       mbar_wait(barrier(sm.work_full, work.stage), work.phase);
       const WorkItem item = load_work_item(slot_at<WORK_ITEM_BYTES>(sm.work, work.stage));

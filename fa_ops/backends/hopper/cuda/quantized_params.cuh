@@ -16,15 +16,15 @@ struct QuantizedParams {
   const int* kv_lens;     // (B,) or null
   const int* key_ranges;  // (B|1, Hq|1, Sq|1, 2) or null, with the strides below
   const float* sinks;     // (Hq,) or null
-  int* tile_counter;      // tiles taken beyond the first of each CTA, 0 at launch; or null
+  int* tile_counter;      // tiles claimed beyond each CTA's first, 0 at launch; or null
   int B, Hq, group, Sq, Sk, Dv;
   int window_left, window_right;  // UNBOUNDED: no limit; causal is window_right = 0
-  int m_blocks, tiles, section;   // section: heads whose K and V share the L2
+  int m_blocks, tiles, section;   // section: the number of heads whose K and V share the L2
   int ranges_b, ranges_h, ranges_q;
   float tanh_scale;  // with a softcap: scale / softcap
   float scale_log2;  // log2(e) * scale, or log2(e) * softcap
-#if PACKED_QUERIES  // B sequences of Sq tokens in all: scaled_packed.cu says how their keys lie
-  PageTable pages;         // without a table only the borders of the queries
-  const int2* key_starts;  // (B,): the first key, where there are no pages, and the first block of keys
+#if PACKED_QUERIES  // B sequences with Sq tokens in total; see scaled_packed.cu for the keys
+  PageTable pages;         // without a table only cu_seqlens_q
+  const int2* key_starts;  // (B,): the first key (without pages) and the first block of keys
 #endif
 };

@@ -1,22 +1,22 @@
-// Where what belongs to a tile of the forward kernel with 8-bit products lies in global memory.
+// The offsets of a tile's data in global memory, for the 8-bit forward kernel.
 #pragma once
 #include "quantized_shared.cuh"
 
 #if PACKED_QUERIES
 constexpr bool PACKS_SEQUENCES = true;
-// Whether the tile's tokens are of a sequence; those outside every sequence attend nothing.
+// Whether the tile's tokens belong to a sequence; tokens outside every sequence attend nothing.
 DEVICE bool is_in_sequence(const QuantizedParams& p, const Tile& tile) { return (u32)tile.b < (u32)p.B; }
 
-// The sequence, or another one.
+// The tile's sequence, clamped to an existing one.
 DEVICE int batch_row(const QuantizedParams& p, const Tile& tile) { return max(0, min(tile.b, p.B - 1)); }
 
-// The first key of the sequence, and its first block.
+// The first key of the sequence, and its first block of keys.
 DEVICE int2 key_start(const QuantizedParams& p, const Tile& tile) { return p.key_starts[batch_row(p, tile)]; }
 
-// Of the tile's batch row: its first token in `out`.
+// The first token of the tile's batch row in `out`.
 DEVICE long long first_token(const QuantizedParams&, const Tile& tile) { return tile.first; }
 
-// The same in arrays of the queries of one head after another.
+// The same in arrays of shape (Hq, tokens).
 DEVICE long long first_row(const QuantizedParams& p, const Tile& tile) {
   return (long long)tile.h * p.Sq + tile.first;
 }

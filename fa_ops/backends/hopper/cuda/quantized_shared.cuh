@@ -1,4 +1,4 @@
-// Tile sizes, and the layout of shared memory, of the forward kernel with 8-bit products.
+// Tile sizes and shared memory layout of the 8-bit forward kernel.
 #pragma once
 #include "quantized_params.cuh"
 
@@ -7,9 +7,9 @@
 #include "pipeline.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;  // warpgroups that own 64 queries each
-// A tile of Q or K is columns of 128 features, each one swizzle atom of 128 bytes wide. A tile of V is
-// transposed: its rows are channels of BLOCK_N keys, one swizzle atom of as many bytes wide. Behind them are
-// ONES more rows of ones, whose products are the row sums of the weights.
+// A tile of Q or K consists of columns of 128 features, each one swizzle atom of 128 bytes wide. A tile of V
+// is transposed: its rows are the BLOCK_N keys of a channel, one swizzle atom wide. They are followed by ONES
+// rows of ones, whose products with the weights are the row sums.
 constexpr int QK_COLUMNS = HEAD_DIM / 128;
 constexpr int QUERY_SLOTS = QUERY_STAGES * CONSUMERS;
 constexpr int ONES = SUMS_BY_PRODUCT ? 8 : 0;
@@ -23,7 +23,7 @@ constexpr int RAW_COLUMNS = 0;
 constexpr u32 RAW_BYTES = 64 * 128 * RAW_COLUMNS;
 constexpr u32 Q_BYTES = 64 * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM,
               V_COPY_BYTES = BLOCK_N * VALUE_FEATURES, V_BYTES = V_COPY_BYTES + BLOCK_N * ONES;
-// Of a consumer, what earlier blocks have added up to, in pieces of 16 bytes for each thread.
+// The totals of a consumer, accumulated over earlier blocks, in 16-byte pieces per thread.
 constexpr int TOTAL_FEATURES = (VALUE_FEATURES + 15) / 16 * 16;
 constexpr u32 TOTAL_BYTES = 64 * TOTAL_FEATURES * 2;
 #if IS_PAGED
@@ -43,7 +43,7 @@ static_assert(QUERY_STAGES <= 2, "a slot for each of two work items");
 struct QuantizedShared {
   u32 q, raw, k, v, totals;  // raw: queries of 16 bits
   u32 q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty;
-  u32 work, pages, end;  // pages: for each slot of keys, a bit for each copy whose page exists
+  u32 work, pages, end;  // pages: per slot of keys, one bit for each copy, set if its page exists
 
   DEVICE constexpr explicit QuantizedShared(u32 base)
       : q(base),

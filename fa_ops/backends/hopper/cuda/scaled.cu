@@ -1,5 +1,5 @@
-// Prepares e4m3 tensors for quantized.cu: transposes their values, and writes a scale for each query, each 64
-// keys and each channel, whatever the caller's scales are for.
+// Prepares e4m3 tensors for quantized.cu: transposes their values, and expands the caller's scales to one per
+// query, per 64 keys and per channel.
 //
 // Compile-time: VALUE_LANES
 #include "scaled_params.cuh"
@@ -27,7 +27,7 @@ DEVICE void transpose_values(const ScaledParams& p, TransposedValues& transposed
   store_transposed(p.v8, transposed, p.Dv, blocks, head, block);
 }
 
-// Writes element `i` of scales with `length` elements a head.
+// Writes element `i` of scales with `length` elements per head.
 DEVICE void store_scale(float* to, const float* from, const ScaleOrder& order, long long i, int length) {
   const long long head = i / length;
   const int at = (int)(i - head * length) / order.per;

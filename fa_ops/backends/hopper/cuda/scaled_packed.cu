@@ -1,6 +1,6 @@
-// Prepares e4m3 tensors of packed sequences for quantized.cu, as scaled.cu does those of a batch: transposes
-// their values, writes a scale for each query, each 64 keys and each channel, and where each sequence's keys
-// lie.
+// Prepares e4m3 tensors of packed sequences for quantized.cu, as scaled.cu does for a batch: transposes their
+// values, expands the caller's scales to one per query, per 64 keys and per channel, and writes the first key
+// and the first block of each sequence.
 //
 // Compile-time: VALUE_LANES IS_PAGED
 #include "scaled_packed_params.cuh"
@@ -10,7 +10,7 @@
 
 static_assert(KEY_BLOCK == VALUE_BLOCK, "the same blocks");
 
-// Whether key `i` of sequence `b` exists, of `count`, and its values.
+// Whether key `i` of `count` keys of sequence `b` exists, and the address of its values.
 DEVICE bool find_values(const ScaledPackedParams& p, const PackedKeys& keys, int b, int count, int i, int h,
                         const unsigned char*& values) {
   if (i >= count) return false;
@@ -29,7 +29,7 @@ DEVICE void transpose_values(const ScaledPackedParams& p, const PackedKeys& keys
   const int b = keys.sequence_of(block), channel = threadIdx.x % VALUE_LANES * 8;
   const int first = b < 0 ? 0 : (block - keys.first_block(b)) * VALUE_BLOCK;
   const int count = b < 0 ? 0 : keys.count(b);
-  if (first >= count) return;  // no key is here
+  if (first >= count) return;  // no key in this block
 #pragma unroll
   for (int word = threadIdx.x / VALUE_LANES; word < WORDS; word += THREADS / VALUE_LANES) {
     const int key = first + key_of_word(word);

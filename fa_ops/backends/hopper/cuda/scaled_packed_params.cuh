@@ -11,11 +11,11 @@ struct ScaledPackedParams {
   const int* lens_from;                // (B,), or null without pages
   u32* v8;                             // (Hkv, Dv, 128 key_blocks)
   float *q_scale, *k_scale, *v_scale;  // (Hq, Tq), (Hkv, 2 key_blocks), (B, Hkv, Dv)
-  int* kv_lens;                        // (B,): how many keys a sequence has
-  int2* key_starts;                    // (B,): its first key, 0 in pages, and its first block
+  int* kv_lens;                        // (B,): the number of keys of each sequence
+  int2* key_starts;                    // (B,): its first key (0 for pages) and its first block
   PageTable pages;
   Strides v_strides;  // b: from page to page
-  int q_each, k_each, v_each;  // whether each sequence and head has a scale
-  int B, Hq, Hkv, Tq, keys, Dv;  // keys: tokens, or of one sequence whose pages are all in use
+  int q_each, k_each, v_each;  // whether there is one scale per sequence and head
+  int B, Hq, Hkv, Tq, keys, Dv;  // keys: tokens, or for pages the capacity of one sequence
   int key_blocks;
 };

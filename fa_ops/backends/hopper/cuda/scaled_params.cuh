@@ -2,8 +2,8 @@
 #pragma once
 #include "elements.cuh"
 
-// Where the scale of an element of a head lies: one of `each` per head, the next one after `per` elements;
-// `each` is 0 for one scale in all.
+// The location of the scale of an element of a head: there are `each` scales per head, each for `per`
+// elements; `each` is 0 if there is a single scale.
 struct ScaleOrder {
   int each, per;
 };
@@ -11,7 +11,7 @@ struct ScaleOrder {
 // fa_ops/backends/hopper/kernel_params.py reads this declaration.
 struct ScaledParams {
   const unsigned char* v;
-  const float *q_from, *k_from, *v_from;  // scales as the caller has them
+  const float *q_from, *k_from, *v_from;  // the caller's scales
   u32* v8;                                // (B, Hkv, Dv, 128 blocks of keys)
   float *q_scale, *k_scale, *v_scale;     // (B, Hq, Sq), (B, Hkv, 2 blocks of keys), (B, Hkv, Dv)
   const int* kv_lens;                     // (B,) or null

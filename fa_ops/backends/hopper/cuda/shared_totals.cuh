@@ -1,17 +1,17 @@
-// The output of a consumer in shared memory, to which products are added now and then. Each thread reads and
-// writes its own elements only.
+// The totals of a consumer's output in shared memory, to which its accumulators are added from time to time.
+// Each thread reads and writes its own elements only.
 //
-// They are float16 numbers, relative to the largest power of two that the sum of the row's weights reaches:
-// they do not exceed twice the largest value then.
+// They are float16, relative to the largest power of two that does not exceed the sum of the row's weights,
+// so that their magnitude is at most twice that of the largest value.
 #pragma once
 #include "quantized_shared.cuh"
 
 struct SharedTotals {
-  u32 at;           // of this thread's first elements
-  bool exist;       // something has been added
-  float factor[2];  // of a row's elements
+  u32 at;           // the address of this thread's first elements
+  bool exist;       // whether something has been added
+  float factor[2];  // the factor of a row's elements
 
-  // Of eight elements.
+  // The address of eight elements.
   DEVICE u32 piece(int i) const { return at + i / 8 * 128 * 16; }
 
   DEVICE void reset(u32 where) {
@@ -22,7 +22,7 @@ struct SharedTotals {
 
   DEVICE void rescale(const float (&by)[2]) { factor[0] *= by[0], factor[1] *= by[1]; }
 
-  // `sums` are those of the row's weights.
+  // Adds an accumulator; `sums` are the sums of the row's weights.
   DEVICE void add(const float (&t)[PRODUCTS], const float (&sums)[2]) {
     float unit[2];
     u32 shrink[2];

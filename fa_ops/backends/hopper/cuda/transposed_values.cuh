@@ -1,12 +1,13 @@
-// Values transposed, in the order in which quantized.cu has its weights: of 32 keys, those at positions
-// 16a + 4t + 2b + c are 8(2a + b) + 2t + c.
+// Transposed values, in the key order of quantized.cu's weights: of 32 keys, those at positions 16a + 4t + 2b
+// + c are 8(2a + b) + 2t + c.
 #pragma once
 #include "ptx.cuh"
 
 constexpr int THREADS = 256;
 constexpr int VALUE_BLOCK = 128, WORDS = VALUE_BLOCK / 4;  // keys that are transposed together
 
-// The threads of a warp write words of channels that are multiples of eight, to different banks by SHIFT.
+// The threads of a warp write words of channels that are multiples of eight; SHIFT spreads them over the
+// banks.
 struct TransposedValues {
   static constexpr int CHANNELS = VALUE_LANES * 8, SHIFT = 32 / VALUE_LANES;
   u32 words[CHANNELS * (WORDS + 1) + CHANNELS / 32 * SHIFT];
@@ -15,7 +16,7 @@ struct TransposedValues {
   }
 };
 
-// The first of the four keys of a word; the others are 1, 8 and 9 further.
+// The first of the four keys of a word; the others are 1, 8 and 9 further on.
 DEVICE int key_of_word(int word) { return word / 8 * 32 + (word & 4) * 4 + (word & 3) * 2; }
 
 // The values of a word's four keys in eight channels from `channel` on.
