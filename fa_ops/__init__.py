@@ -1,6 +1,6 @@
 """Fused attention for PyTorch: operators, backends, and the typed functions in front of them."""
 
-from fa_ops import compat, hint
+from fa_ops import compat, transformers_hint
 from fa_ops.api import attention, attention_varlen, mask_blocks, merge_states
 from fa_ops.dispatch import use_backend
 from fa_ops.explanation import explain
@@ -22,4 +22,4 @@ __all__ = [
     "use_backend",
 ]
 
-hint.install()
+transformers_hint.install()

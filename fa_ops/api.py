@@ -229,12 +229,12 @@ def attention_varlen(
     if type(return_lse) is not bool:
         need_bool("return_lse", return_lse)
     if not (page_table is q_scale is k_scale is v_scale is None):
-        from fa_ops import varlen_kinds
+        from fa_ops.varlen import routing
 
         tensors = PackedQuantizedTensors(
             cu_seqlens_q, cu_seqlens_k, page_table, sinks, kv_lens, q_scale, k_scale, v_scale
         )
-        return varlen_kinds.attention(
+        return routing.attention(
             query, key, value, tensors, alibi_slopes, (max_seqlen_q, max_seqlen_k), dropout_p,
             deterministic, return_lse, is_causal=is_causal, scale=scale, window=window,
             softcap=softcap, backend=backend)  # fmt: skip

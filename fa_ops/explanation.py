@@ -9,17 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_ops import (
-    api,
-    dispatch,
-    kv_cache,
-    packed_quantized,
-    paged_calls,
-    planning,
-    quantized,
-    query_tiles,
-    varlen_pages,
-)
+from fa_ops import api, dispatch, kv_cache, planning, quantized
 from fa_ops.argument_types import checked_options, checked_packing, sides
 from fa_ops.call import (
     CACHED,
@@ -34,7 +24,9 @@ from fa_ops.call import (
 from fa_ops.dispatch import CallExplanation
 from fa_ops.ops import library
 from fa_ops.types import Cache, DenseTensors, Quantization, Scalars, Spec
-from fa_ops.varlen_pages import PagedCall
+from fa_ops.varlen import paged_kernel, pages, query_tiles
+from fa_ops.varlen import quantized as packed_quantized
+from fa_ops.varlen.pages import PagedCall
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> CallExplanation:
@@ -80,7 +72,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
         return _packed_quantized(query, key, value, options)
     if "cu_seqlens_q" in options and options.get("page_table") is not None:
         given = _over_pages(query, key, value, options)
-        one = paged_calls.call_of(*given[:6], given.options)
+        one = paged_kernel.call_of(*given[:6], given.options)
         tiled = query_tiles.tiled_call(query, key, *given[3:])
         query, tables = tiled.query, {"kv_lens": tiled.kv_lens, "page_table": tiled.page_table}
         options = tables | tiled.options
@@ -96,8 +88,8 @@ def _explained(call: Call, one: Call | None) -> CallExplanation:
     reasons = {name: dispatch.refusal(name, call) for name in dispatch.BACKENDS}
     route = library.route_of(call.query, call.key, call.value, *call.tensors).value
     if one is not None:
-        reasons[paged_calls.BACKEND] = None
-        return CallExplanation(paged_calls.BACKEND, planning.plan_for(one).kernel, route, reasons)
+        reasons[paged_kernel.BACKEND] = None
+        return CallExplanation(paged_kernel.BACKEND, planning.plan_for(one).kernel, route, reasons)
     try:
         backend = dispatch.choose(call).__name__.rpartition(".")[2]
     except NotImplementedError:
@@ -133,9 +125,9 @@ def _over_pages(query: Tensor, key: Tensor, value: Tensor, options: dict) -> Pag
     given = _bound(api.attention_varlen, query, key, value, options)
     for name in ("return_lse", *Quantization._fields[:3]):
         del given[name]
-    call = varlen_pages.arguments(**given)
-    varlen_pages.check(*call[:-1])
-    paged_calls.check_options(*call[:-2], call.options)
+    call = pages.arguments(**given)
+    pages.check(*call[:-1])
+    paged_kernel.check_options(*call[:-2], call.options)
     return call
 
 

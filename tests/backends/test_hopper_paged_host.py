@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch, paged_calls, planning
+from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import compiler, paged
 from fa_ops.call import PAGED, Call, PagedTensors
 from fa_ops.types import Cache, Packing, Spec
+from fa_ops.varlen import paged_kernel
 
 
 def described(tokens=90, page=16, Hq=8, Hkv=2, D=64, **options):
@@ -95,12 +96,12 @@ def as_on_cuda(monkeypatch):
     planning.forget()
     yield ran
     planning.forget()
-    paged_calls._refused.clear()
+    paged_kernel._refused.clear()
 
 
 def attend(call, **options):
     t = call.tensors
-    return paged_calls.attention(
+    return paged_kernel.attention(
         call.query, call.key, call.value, t.cu_seqlens_q, t.kv_lens, t.page_table,
         {"is_causal": True} | options,
     )  # fmt: skip
@@ -141,7 +142,7 @@ def test_other_calls_are_left_to_attention_over_a_cache(as_on_cuda, options):
 def test_a_refusal_is_remembered(as_on_cuda, monkeypatch):
     call = described(page=8)
     assert attend(call) is None
-    monkeypatch.setattr(paged_calls, "_described", lambda *args: pytest.fail("asked again"))
+    monkeypatch.setattr(paged_kernel, "_described", lambda *args: pytest.fail("asked again"))
     assert attend(call) is None
     assert attend(described()._replace(key=call.key[:0], value=call.value[:0])) is None
 

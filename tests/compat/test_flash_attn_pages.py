@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fa_ops import query_tiles
 from fa_ops.compat import flash_attn as compat
+from fa_ops.varlen import query_tiles
 from tests.compat.test_flash_attn import OPTIONS, caches, draw, naive, options_of, rows_of
 
 QUERIES = [0, 5, 5, 6, 11]  # borders of the queries of four sequences

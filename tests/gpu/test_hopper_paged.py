@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import paged_calls, planning
+from fa_ops import planning
 from fa_ops.backends.hopper import dense_forward, paged
+from fa_ops.varlen import paged_kernel
 from tests.gpu.cases import few_processors
 
 DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (40, 40))
@@ -125,7 +126,7 @@ def test_other_backends_attend_tiles_of_a_cache(native):
     assert not native
     args, options, _ = drawn(1, 64, 64, 8, 4)  # pages that the kernel does not take
     assert_as_the_oracle(args, options)
-    assert not native and paged_calls._refused
+    assert not native and paged_kernel._refused
 
 
 def test_autocast_keeps_the_kernel(native):

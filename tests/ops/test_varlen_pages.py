@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa_ops
-from fa_ops import paged_calls, query_tiles
+from fa_ops.varlen import paged_kernel, query_tiles
 
 COUNTS, KEYS = [3, 0, 1, 7, 5], [9, 4, 24, 2, 13]  # queries and keys of each sequence
 TOKENS = sum(COUNTS) + 2  # the first and the last are in no sequence
@@ -175,7 +175,7 @@ def test_errors(change, message):
 
 
 def test_options_that_cannot_be_hashed_are_named_on_a_gpu_too(monkeypatch):
-    monkeypatch.setattr(paged_calls, "_may_run", lambda *args: True)
+    monkeypatch.setattr(paged_kernel, "_may_run", lambda *args: True)
     q, k, v, ends, lens, table = drawn()
     with pytest.raises(TypeError, match=r"scale must be a number, got \[1.0\]"):
         fa_ops.attention_varlen(q, k, v, ends, None, kv_lens=lens, page_table=table, scale=[1.0])

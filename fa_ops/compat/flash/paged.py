@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa_ops import varlen_pages
 from fa_ops.compat.flash.arguments import PACKED, PAGES, shape, unit_stride
 from fa_ops.compat.flash.cache import Caches
 from fa_ops.kv_cache import attention_with_kv_cache
+from fa_ops.varlen import pages as varlen_pages
 
 
 def attend_pages(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import checks, varlen_pages
+from fa_ops import checks
 from fa_ops.compat.flash.append import append, check_new
 from fa_ops.compat.flash.arguments import of_sequences
 from fa_ops.compat.flash.cache import Caches, ranges_from
@@ -15,6 +15,7 @@ from fa_ops.compat.flash.paged import attend_chunks, attend_pages
 from fa_ops.compat.flash.rotation import Rotation
 from fa_ops.compat.flash_attn_3.qv import check, with_features_of_values
 from fa_ops.kv_cache import attention_with_kv_cache
+from fa_ops.varlen import pages as varlen_pages
 
 
 class Packed(NamedTuple):

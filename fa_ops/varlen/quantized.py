@@ -1,5 +1,5 @@
 """What attention_varlen does with e4m3 tensors: one kernel where a backend has it, elsewhere the
-operator for a batch of rows of equal length (`padded_sequences`).
+operator for a batch of rows of equal length (`padding`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import checks, dispatch, padded_sequences, planning, quantized_checks
+from fa_ops import checks, dispatch, planning, quantized_checks
 from fa_ops.argument_types import (
     Window,
     checked_options,
@@ -22,6 +22,7 @@ from fa_ops.ops import library, quantized
 from fa_ops.ops.library import Route
 from fa_ops.quantized import refuse_given, refuse_missing
 from fa_ops.types import Cache, Quantization, Spec
+from fa_ops.varlen import padding
 
 BACKEND = "hopper"  # which has the kernel
 
@@ -120,9 +121,9 @@ def _attend_rows(call: Call) -> tuple[Tensor, Tensor]:
         out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.bfloat16)
         return out, q.new_full((q.shape[1], tokens), float("-inf"), dtype=torch.float32)
     if call.cache is None:
-        rows = padded_sequences.rows_of(q, k, v, *lengths[:2], spec.kv_lens, *lengths[2:])
+        rows = padding.rows_of(q, k, v, *lengths[:2], spec.kv_lens, *lengths[2:])
     else:
-        rows = padded_sequences.rows_of_pages(
+        rows = padding.rows_of_pages(
             q, k, v, lengths.ends_q, call.cache.page_table, spec.kv_lens, *lengths[2:]
         )
     names = "scale", "window_left", "window_right", "softcap", "sinks", "backend"
@@ -131,7 +132,7 @@ def _attend_rows(call: Call) -> tuple[Tensor, Tensor]:
         *rows[:3], *call.quantization[:3], spec.is_causal, kv_lens=rows.kv_lens, smooth_key=False,
         **options,
     )  # fmt: skip
-    return padded_sequences.packed(out, lse, lengths.ends_q, tokens)
+    return padding.packed(out, lse, lengths.ends_q, tokens)
 
 
 class _Lengths(NamedTuple):
@@ -145,14 +146,14 @@ class _Lengths(NamedTuple):
 
 def _lengths_of_rows(call: Call) -> _Lengths:
     packing, tokens, keys = call.packing, len(call.query), len(call.key)
-    ends = padded_sequences.borders(packing.cu_seqlens_q, tokens)
+    ends = padding.borders(packing.cu_seqlens_q, tokens)
     longest_q = _longest(ends, packing.max_seqlen_q, tokens)
     if call.cache is not None:
         longest_k = _smaller(
             packing.max_seqlen_k, call.cache.page_table.shape[1] * call.key.shape[1]
         )
         return _Lengths(ends, None, longest_q, max(longest_k, 1))
-    ends_k = padded_sequences.borders(packing.cu_seqlens_k, keys)
+    ends_k = padding.borders(packing.cu_seqlens_k, keys)
     return _Lengths(ends, ends_k, longest_q, max(_longest(ends_k, packing.max_seqlen_k, keys), 1))
 
 

@@ -1,5 +1,7 @@
-"""attention_varlen over keys in pages: by one kernel where a backend has it (`paged_calls`), and by
-attention over a cache with tiles of queries as its rows (`query_tiles`) elsewhere.
+"""attention_varlen over keys in pages.
+
+One kernel computes it where a backend has one (`paged_kernel`). Elsewhere it is attention over a
+cache, whose rows are tiles of queries (`query_tiles`).
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import cache_checks, checks, dispatch, paged_calls, query_tiles
+from fa_ops import cache_checks, checks, dispatch
 from fa_ops.argument_types import is_proxy, need_bool, need_int, need_number, need_tensor
 from fa_ops.call import CacheTensors
 from fa_ops.kv_cache import attention_with_kv_cache
 from fa_ops.ops import library
+from fa_ops.varlen import paged_kernel, query_tiles
 
 MAX_KEYS = 2**31 - 1  # of all sequences: cu_seqlens are int32
 
@@ -100,12 +103,12 @@ def attention(
     tokens = query.shape[0]
     is_empty = not tokens or not page_table.shape[0]
     if not is_empty:
-        found = paged_calls.attention(
+        found = paged_kernel.attention(
             query, key, value, cu_seqlens_q, kv_lens, page_table, options
         )  # fmt: skip
         if found is not None:
             return found
-    paged_calls.check_options(query, key, value, cu_seqlens_q, kv_lens, page_table, options)
+    paged_kernel.check_options(query, key, value, cu_seqlens_q, kv_lens, page_table, options)
     if is_empty:
         return query.new_zeros(*query.shape[:2], value.shape[3]), _no_keys(query)
     call = query_tiles.tiled_call(
