@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 _PREPARES = "_preprocess_mask_arguments"
+_CACHE_NAMES = ("cache", "past_key_values")  # the second one in older releases
 
 
 class ReadMask(NamedTuple):
@@ -40,16 +41,18 @@ _thread = threading.local()  # .cache: weak reference to the cache of the mask b
 def install() -> str:
     """Record the cache for which masks are made. Idempotent; returns "on", or why it is off."""
     original = getattr(masking_utils, _PREPARES, None)
-    if original is None or "past_key_values" not in inspect.signature(original).parameters:
-        return f"off: transformers.masking_utils.{_PREPARES} has no past_key_values"
+    parameters = inspect.signature(original) if original is not None else inspect.Signature()
+    name = next((name for name in _CACHE_NAMES if name in parameters.parameters), None)
+    if name is None:
+        expected = " or ".join(_CACHE_NAMES)
+        return f"off: transformers.masking_utils.{_PREPARES} has no argument {expected}"
     if hasattr(original, "_fa_ops"):
         return "on"
-    parameters = inspect.signature(original)
 
     @functools.wraps(original)
     def prepare(*args, **kwargs):
         if not torch.compiler.is_compiling():
-            _record_cache(parameters.bind(*args, **kwargs).arguments.get("past_key_values"))
+            _record_cache(parameters.bind(*args, **kwargs).arguments.get(name))
         return original(*args, **kwargs)
 
     prepare._fa_ops = True
