@@ -115,9 +115,12 @@ def _compile(net: torch.nn.Module) -> None:
         return type(layer).forward(layer, hidden_states, **kwargs)
 
     def forward_with_layer_cache(index: int, layer: torch.nn.Module):
-        def forward(hidden_states, past_key_values=None, **kwargs):
-            cache = None if past_key_values is None else past_key_values.layers[index]
-            return layer_forward(layer, hidden_states, past_key_values=cache, **kwargs)
+        name = smollm.cache_argument(type(layer))
+
+        def forward(hidden_states, **kwargs):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name].layers[index]
+            return layer_forward(layer, hidden_states, **kwargs)
 
         return forward
 
@@ -159,8 +162,8 @@ def _measure(mode, prepare, model: smollm.Model, question, tokens, device, steps
 def _prefill(net: torch.nn.Module, ids: Tensor) -> None:
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=net.config)
-    net(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    cache = {smollm.cache_argument(type(net)): DynamicCache(config=net.config)}
+    net(ids, **cache, use_cache=True, logits_to_keep=1)
 
 
 def _time_prefill(result: ModelRun, net: torch.nn.Module, question: Tensor, device: str) -> None:
@@ -187,7 +190,7 @@ def _table(results: list[ModelRun], prompt: str, where: str) -> Table:
     for length in LENGTHS:
         table.add_column(f"prefill\n{length}", justify="right")
     table.add_column(f"peak memory\nat {LENGTHS[-1]}", justify="right")
-    table.add_column("attention\ncores fused")
+    table.add_column("attention\nlayers fused")
     for result in results:
         if result.error:
             table.add_row(result.mode, "[red]failed, see below[/]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,12 @@ class Model(NamedTuple):
     def text(self, tokens: Tensor) -> str:
         """Decode token ids, without special tokens."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+def cache_argument(module: type[torch.nn.Module]) -> str:
+    """The argument of a transformers module that takes a cache; its name depends on the release."""
+    parameters = inspect.signature(module.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def missing() -> list[str]:
