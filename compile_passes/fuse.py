@@ -175,7 +175,7 @@ class CoreFusion:
         return FusedCore(call, masks, why, dropped, verified, products)
 
     def _products(self, site: AttentionSite, masks: ClassifiedMasks) -> str:
-        """As findings have it."""
+        """The products of a call, in the words of `Finding.products`."""
         if self.eight_bit is None:
             return ""
         reason = self.eight_bit.refusal(site, masks)

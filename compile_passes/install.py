@@ -57,7 +57,7 @@ class FusionPass(CustomGraphPass):
 
     @property
     def options(self) -> dict[str, object]:
-        """By their names."""
+        """The options by name."""
         names = "verify", "drop_stored_weights", "eight_bit", "sixteen_bit"
         return {name: getattr(self, name) for name in names}
 

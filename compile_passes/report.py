@@ -1,4 +1,4 @@
-"""What the pass found: data, a printable report, counters and a log channel
+"""The findings of the pass: data, a printable report, counters and a log channel
 (TORCH_LOGS=compile_passes).
 """
 
@@ -102,7 +102,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the pass found in the captured graphs; print it to see all.
+    """The findings of the pass in the captured graphs; print it to see all.
 
     Attributes:
         findings: one for each softmax and each call of attention, in the order of the code.

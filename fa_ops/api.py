@@ -249,7 +249,7 @@ def attention_varlen(
 
 
 def mask_blocks(attn_mask: Tensor) -> Tensor:
-    r"""Which tiles of a dense mask :func:`attention` may skip, and where it need not read the mask.
+    r"""Lists the tiles of a dense mask that :func:`attention` may skip or need not read.
 
     The mask is read once, on its device, without synchronisation. The result is passed to every
     call of :func:`attention` with the same mask, forward and backward, and is exact for every mask:

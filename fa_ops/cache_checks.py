@@ -1,4 +1,4 @@
-"""What makes a call with a key-value cache legal.
+"""Checks of calls with a key-value cache.
 
 Kernels stay within the cache by themselves: a page number out of range is never followed, and a new
 key beyond the capacity is not written.
@@ -105,7 +105,7 @@ def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
 
 
 def _page_shapes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str]) -> None:
-    """Of query (B, Hq, Sq, D) or (T, Hq, D), and pages."""
+    """Check the shapes of query (B, Hq, Sq, D) or (T, Hq, D), and of pages."""
     (pages, size, Hkv, Dk), (pages_v, size_v, Hv, Dv), (key, value) = k.shape, v.shape, names
     need(pages_v == pages, "{} has {} pages, but {} has {}", value, pages_v, key, pages)
     need(size_v == size, "{} has pages of {} keys, but {} of {}", value, size_v, key, size)

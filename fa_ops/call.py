@@ -97,7 +97,7 @@ Tensors = (
 
 
 class Saved(NamedTuple):
-    """What a backward pass is given besides the arguments of the forward pass."""
+    """The inputs of a backward pass in addition to the arguments of the forward pass."""
 
     grad_out: Tensor
     grad_lse: Tensor | None
@@ -204,7 +204,7 @@ class Call(NamedTuple):
         return (self.spec if tensors is NO_TENSORS else self.spec.with_tensors(tensors)), None, None
 
     def arguments_with(self, tensors: Tensors) -> tuple:
-        """What backends' functions take after the tensors that they attend."""
+        """The arguments of backends' functions after query, key and value."""
         if self.quantization is not None:
             sinks, kv_lens, key_ranges, *scales = tensors
             quantization = Quantization(*scales, *self.quantization[3:])
@@ -265,7 +265,7 @@ Run = Callable[..., Any]
 
 
 class Plan(NamedTuple):
-    """How a backend runs a family of calls, which differ in lengths and strides of keys alone."""
+    """The way a backend runs a family of calls that differ only in lengths and strides of keys."""
 
     kernel: str  # the name that `explain` shows
     # Makes what runs calls with this call's geometry; compiles what is missing, keeps no tensor.

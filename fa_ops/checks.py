@@ -1,4 +1,4 @@
-"""What makes a call legal, for real and for symbolic shapes.
+"""Checks of calls, for real and for symbolic shapes.
 
 Only `values` reads what a tensor holds, on the CPU: kernels clamp kv_lens, key_ranges and
 cu_seqlens.

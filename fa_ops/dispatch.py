@@ -165,7 +165,7 @@ def backends() -> list[tuple[str, str | None]]:
 
 
 class CallExplanation(NamedTuple):
-    """What runs a call, and why the other backends do not."""
+    """The backend and kernel of a call, and the reasons why other backends do not run it."""
 
     backend: str | None  # None: none can
     kernel: str | None

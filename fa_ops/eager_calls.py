@@ -1,4 +1,4 @@
-"""How `attention` and `attention_varlen` are run once their arguments are collected.
+"""Runs `attention` and `attention_varlen` once their arguments are collected.
 
 By a plan, where an eager call may leave PyTorch's dispatcher out, and by the operator elsewhere.
 """

@@ -83,7 +83,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
 
 
 def _explained(call: Call, one: Call | None) -> CallExplanation:
-    """How a checked call runs; `one`: a call of one kernel that is run in its place."""
+    """The explanation of a checked call; `one` is a single-kernel call that replaces it."""
     call = planning.normalised(call)
     reasons = {name: dispatch.refusal(name, call) for name in dispatch.BACKENDS}
     route = library.route_of(call.query, call.key, call.value, *call.tensors).value
@@ -102,7 +102,7 @@ def _has_scales(options: dict) -> bool:
 
 
 def _packed_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallExplanation:
-    """How packed e4m3 sequences are attended: by one kernel, or as a batch of rows."""
+    """The explanation of packed e4m3 sequences: one kernel, or a batch of rows."""
     given = _bound(api.attention_varlen, query, key, value, options)
     tensors = PackedQuantizedTensors(*(given[name] for name in PackedQuantizedTensors._fields))
     defaults = {"alibi_slopes": None, "dropout_p": 0, "deterministic": False}
@@ -144,7 +144,7 @@ def _described_quantized(query: Tensor, key: Tensor, value: Tensor, options: dic
 
 
 def _scalars(given: dict[str, Any]) -> Scalars:
-    """Those among the arguments of a public function."""
+    """The scalars among the arguments of a public function."""
     left, right = sides(given["window"])
     return Scalars(
         given["is_causal"], given.get("dropout_p", 0.0), given["scale"], left, right,

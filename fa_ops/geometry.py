@@ -1,4 +1,4 @@
-"""What shapes, strides and addresses of a call's tensors tell about how to run it."""
+"""Facts that follow from the shapes, strides and addresses of a call's tensors."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def queries_of_kv_head(q: Tensor, k: Tensor, cache: Cache) -> int:
 
 
 def heads_of_tile(group: int) -> int:
-    """How many heads of a group share 64 rows of a tile, if heads do: those that leave the fewest
-    rows unused, with whole queries."""
+    """The number of heads of a group that share 64 rows of a tile.
+
+    A tile has whole queries, and this number leaves the fewest rows unused.
+    """
     divisors = [n for n in range(2, min(group, 64) + 1) if group % n == 0]
     return max(divisors, key=lambda n: (64 // n * n, n), default=1)
 

@@ -1,4 +1,4 @@
-"""Which elements of strided tensors share memory, by addresses alone."""
+"""Memory overlap of strided tensors, computed from their addresses alone."""
 
 from __future__ import annotations
 

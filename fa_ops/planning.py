@@ -47,7 +47,7 @@ _LIMIT = 1024
 
 
 class Prepared:
-    """What runs every call of one geometry."""
+    """The prepared plan of all calls of one geometry."""
 
     def __init__(self, run: Run, call: Call, scalars: tuple) -> None:
         self.run = run
@@ -65,7 +65,7 @@ class Latest(NamedTuple):
 
 
 class Repeatable(NamedTuple):
-    """What ran a backward pass, and a test whether other tensors differ in addresses alone."""
+    """The last backward pass, and a test whether other tensors differ in addresses alone."""
 
     matches: Callable[..., bool]  # of tensors: whether they are like those of this one
     settings: tuple
@@ -106,7 +106,7 @@ def key_of(
 
 
 def prepared(key: tuple | None) -> Prepared | None:
-    """What runs calls of this geometry, if there has been one."""
+    """The prepared plan of this geometry, or None."""
     try:
         return _prepared.get(key)
     except TypeError:  # an option that cannot be hashed, which the checks refuse
@@ -340,7 +340,7 @@ def _normalised(call: Call, step: Callable[[Tensors], Tensors] | None) -> Call:
 
 
 def _normalising_step(tensors: Tensors) -> Callable[[Tensors], Tensors] | None:
-    """What every call of this geometry does to its optional tensors; None where nothing."""
+    """A function that normalises the optional tensors of a call; None if nothing needs it."""
     if tensors is NO_TENSORS:
         return None
     steps = {}

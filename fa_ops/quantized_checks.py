@@ -1,4 +1,4 @@
-"""What makes a quantised call legal, of a batch or of packed sequences."""
+"""Checks of quantised calls, of a batch or of packed sequences."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def bounded(side: int) -> int:
 
 
 class Packing(NamedTuple):
-    """How a variable-length batch is packed along the token dimension."""
+    """The packing of a variable-length batch along the token dimension."""
 
     cu_seqlens_q: Tensor  # int32 (B + 1,)
     cu_seqlens_k: Tensor  # int32 (B + 1,)
@@ -114,7 +114,7 @@ class Packing(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """How keys and values are cached, and what a call appends to them; kv_lens are in the Spec."""
+    """The cache arguments of a call, and the keys and values to append; kv_lens is in the Spec."""
 
     page_table: Tensor | None = None  # int32 (B, max_pages): caches are (pages, page_size, Hkv, D)
     key: Tensor | None = None  # (B, Hkv, Sn, D), appended to the kv_lens keys of each row
@@ -137,7 +137,7 @@ NO_SCALES, ROW_SCALES, PAGE_SCALES, TOKEN_SCALES = range(4)
 
 
 def scales_of(k_scale: Tensor | None, v_scale: Tensor | None, is_paged: bool) -> int:
-    """What the scales of a cache are for, which is the same for keys and values."""
+    """The granularity of a cache's scales, which is the same for keys and values."""
     scale = v_scale if k_scale is None else k_scale
     if scale is None:
         return NO_SCALES
@@ -147,7 +147,7 @@ def scales_of(k_scale: Tensor | None, v_scale: Tensor | None, is_paged: bool) ->
 
 
 class Quantization(NamedTuple):
-    """How 16-bit query, key and value are quantised; of 8-bit ones, the scales that they have.
+    """The options for quantising 16-bit tensors, or the scales of 8-bit tensors.
 
     A scale is float32 with one element, (B, H), or of query and key (B, H, S) or (B, H,
     ceil(S / SCALE_BLOCK)), of value (B, H, Dv).
@@ -166,7 +166,7 @@ MEAN_KEYS = 1024  # the mean of the keys is over at most so many
 
 
 class Gradients(NamedTuple):
-    """What a backward pass returns; `attn_mask` and `sinks` are None where not requested."""
+    """The results of a backward pass; `attn_mask` and `sinks` are None if not requested."""
 
     query: Tensor
     key: Tensor

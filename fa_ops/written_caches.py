@@ -1,4 +1,4 @@
-"""What memory the two caches that an append writes to may share."""
+"""Checks of the memory that the two caches of an append may share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which masks an architecture supports, read once per config class from its modeling code."""
+"""The masks that an architecture supports, read once per config class from its code."""
 
 from __future__ import annotations
 

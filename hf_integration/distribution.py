@@ -34,7 +34,7 @@ _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "labels", "token_type_i
 
 
 class Distribution(NamedTuple):
-    """What a model's layers and masks need to know inside `context_parallel`."""
+    """The state that a model's layers and masks need inside `context_parallel`."""
 
     mesh_or_group: ProcessGroup | DeviceMesh | None
     scheme: str

@@ -27,7 +27,7 @@ _ends, _added, _bounded = PerTensorMemo(), PerTensorMemo(), PerTensorMemo()
 
 
 class Encoding(enum.Enum):
-    """How a mask is stored. The values are the names under which masks are counted."""
+    """The encoding of a mask. The values are the names under which masks are counted."""
 
     FULL = "full"  # every query attends every key
     CAUSAL = "causal"  # causal over the first n keys, aligned at the bottom right
@@ -42,7 +42,7 @@ class Encoding(enum.Enum):
 
 
 class PackingHint(enum.Enum):
-    """How a mask relates to documents that may be packed into one row."""
+    """The relation of a mask to documents that may be packed into one row."""
 
     NONE = "the mask is not causal, or already separates documents, but not only that"
     POSSIBLE = "the mask is causal; positions may show that it covers several documents"

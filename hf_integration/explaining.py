@@ -32,7 +32,7 @@ class Layers(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """Which attention runs in each layer of a model; print it to see all.
+    """The attention that runs in each layer of a model; print it to see all.
 
     Attributes:
         layers: groups of layers that run the same attention for the same reasons.
@@ -115,7 +115,7 @@ def _explain_layer(layer: nn.Module, owner: PreTrainedModel) -> tuple[str, str]:
 def backend_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[str, list[str]]:
-    """What runs a call, and why each backend that is preferred to it does not."""
+    """The backend of a call, and the reasons why backends before it do not run it."""
     found = fa_ops.explain(query, key, value)
     order = list(dispatch.BACKENDS)
     before = order[: order.index(found.backend)] if found.backend else order

@@ -1,4 +1,4 @@
-"""What attention may skip of the dense masks that transformers or users make."""
+"""mask_blocks of the dense masks that transformers or users make."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from hf_integration.readable import is_readable
 
 
 class Documents(NamedTuple):
-    """Where the documents packed into one row end, among the queries and among the keys."""
+    """The ends of the documents packed into one row, among the queries and among the keys."""
 
     q_ends: Tensor  # int32 (documents + 1,), beginning with 0
     k_ends: Tensor

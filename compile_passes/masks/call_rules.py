@@ -20,7 +20,7 @@ from compile_passes.match.attention_site import AttentionSite
 
 
 class CallCase(NamedTuple):
-    """What the rules decide by."""
+    """The facts by which the rules decide."""
 
     site: AttentionSite
     masks: ClassifiedMasks

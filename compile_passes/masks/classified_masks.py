@@ -1,4 +1,4 @@
-"""What masks become: arguments of the operator, and how rows without keys are treated."""
+"""Classified masks: arguments of the operator, and the treatment of rows without keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compile_passes.match.match_state import BiasTerm, FillTerm, Leaf
 
 
 class EmptyRows(enum.Enum):
-    """What eager mode gives for an empty row: one whose keys are all masked."""
+    """The result of eager mode for an empty row, one whose keys are all masked."""
 
     ZERO = "NaN, for which the operator gives 0"
     UNIFORM = "the mean of the values: the fill replaces the scores"

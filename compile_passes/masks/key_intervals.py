@@ -78,7 +78,10 @@ def _extreme(is_max: bool, bounds: list[Bound]) -> Bound | None:
 
 
 def _inequality_interval(a: Affine, j: Axis) -> KeyInterval | None:
-    """Where a <= 0, for a = c * j + rest or c * ((j + shift) // n) + rest with c = 1 or -1."""
+    """The keys at which a <= 0.
+
+    a is c * j + rest, or c * ((j + shift) // n) + rest, with c = 1 or -1.
+    """
     terms = [(x, c) for x, c in a.terms if _depends(x, j)]
     if len(terms) != 1 or abs(terms[0][1]) != 1:
         return None
@@ -99,7 +102,7 @@ def _inequality_interval(a: Affine, j: Axis) -> KeyInterval | None:
 
 
 def _sorted_interval(x: Opaque, c: int, rest: Affine, j: Axis) -> KeyInterval | None:
-    """Where x[..., j] <= -rest, or >= rest if c = -1, of a tensor that does not decrease."""
+    """The keys at which x[..., j] <= -rest, or >= rest if c = -1, for a sorted tensor."""
     *others, last = x.coordinates
     if last != Affine.variable(j) or any(_depends(y, j) for at in others for y, _ in at.terms):
         return None

@@ -309,7 +309,7 @@ def _mismatch(value: Value, state: Tracked, what: Refused | str) -> Mismatch:
 
 
 def _still_mismatched(value: Value, state: Mismatch) -> Mismatch | None:
-    """What an operation makes of a mismatch; None where it is no longer followed."""
+    """The state of a mismatch after an operation; None if it is no longer followed."""
     exp = value if value.op in ("exp", "exp2") and not state.softmax else state.exp
     known = value.op in score_rules.RULES or value.op in LAYOUT or exp is value
     return dataclasses.replace(state, value=value, exp=exp) if known else None

@@ -68,7 +68,7 @@ class Addition(NamedTuple):
 
 
 def addition(value: Value) -> Addition | None:
-    """What is added to a product by the node that computes it, or None if nothing is."""
+    """The tensor that a product's node adds to it, or None."""
     if value.op == "linear" and value.args.get("bias") is not None:
         return Addition(value.args["bias"], 1.0, 1.0)
     if value.op in ("baddbmm", "addmm", "addbmm"):

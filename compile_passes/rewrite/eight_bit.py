@@ -1,4 +1,4 @@
-"""Which fused attentions have 8-bit products, where that was asked for, and their call."""
+"""The choice of 8-bit products for fused attention, if requested, and the call for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class QuantizedProducts:
 
     @classmethod
     def of(cls, eight_bit: bool, sixteen_bit: Collection[str]) -> QuantizedProducts | None:
-        """From the arguments of `install`; None without 8-bit products.
+        """The options among the arguments of `install`; None without 8-bit products.
 
         Raises TypeError and ValueError for arguments that are wrong.
         """

@@ -31,7 +31,7 @@ def has_averaging_rows(site: AttentionSite, masks: ClassifiedMasks) -> bool:
 
 
 def averaging_options(emitter: Emitter, masks: ClassifiedMasks, emitted: MaskNodes) -> dict:
-    """What the call takes beside the options of attention."""
+    """The arguments of the call in addition to the options of attention."""
     rows = emitter.method("squeeze", emitted.empty_rows, -1)
     options: dict[str, object] = {"averaging_rows": rows}
     if emitted.filled is not None:

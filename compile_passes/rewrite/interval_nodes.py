@@ -82,7 +82,7 @@ class IntervalEmitter:
             return [self._condition(c) for c in conditions]
 
     def _position(self, expressions: Iterable) -> contextlib.AbstractContextManager:
-        """Where the expressions are emitted."""
+        """The position in the graph at which the expressions are emitted."""
         reads = [x for e in expressions for x in _tensors_read(e)]
         late = all(self._view.is_unmodified(x, self._site.core.out) for x in reads)
         position = contextlib.nullcontext() if late else self._emitter.before(self._mask.node)

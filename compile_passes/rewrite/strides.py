@@ -36,7 +36,7 @@ def hint(n: Size) -> int:
 
 
 def _is_contiguous(t: Tensor) -> bool:
-    """As `Tensor.is_contiguous`, which would add guards."""
+    """The same as `Tensor.is_contiguous`, which would add guards."""
     step: Size = 1
     for n, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
         if not sizes_equal(stride, step) and not is_one(n):

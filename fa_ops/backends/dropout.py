@@ -78,7 +78,7 @@ def keep_mask(seed: Tensor, batch_head: Tensor, rows: Tensor, cols: Tensor, p: f
 
 
 def kept(words: Tensor, cols: Tensor, p: float) -> Tensor:
-    """The same from the words of rows.
+    """The same as `keep_mask`, from the words of rows.
 
     `_mix` of (word + column key) in wrapping int32, in place: five times faster than in int64.
     """

@@ -1,4 +1,4 @@
-"""What `fa::mask_blocks` returns, in plain torch code: lists of the tiles that are not empty.
+"""`fa::mask_blocks` in plain torch code: lists of the tiles that are not empty.
 
 For each batch and head of the mask, int32: one list for each row of tiles, of n tiles, then one for
 each column of tiles, of m. A list is its length, then for each of its tiles, in order, twice the

@@ -433,7 +433,7 @@ def supports(call: Call) -> str | None:
 
 
 def plan(call: Call) -> Plan:
-    """How the oracle runs the call."""
+    """The plan of a call on the oracle."""
     if call.kind == QUANTIZED:
         return general("8-bit forward", quantized_forward)
     if call.kind == MASK_BLOCKS:

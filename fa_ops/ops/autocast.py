@@ -85,7 +85,7 @@ def _attention(operator: torch._ops.OpOverload, device: str) -> Callable:
 
 
 def _cached(operator: torch._ops.OpOverload, device: str) -> Callable:
-    """The same for those over a cache."""
+    """The same for calls over a cache."""
     new = 2 if operator is kv_cache.APPEND else 0
 
     def kernel(query, key_cache, value_cache, *args, **options):

@@ -25,7 +25,7 @@ class Operators(NamedTuple):
 
 
 def arguments(call: Call) -> tuple[tuple, dict]:
-    """What follows query, key and value in an operator's call: positional arguments, keywords."""
+    """The positional and keyword arguments of an operator after query, key and value."""
     spec = call.spec
     first = (spec.attn_mask,) if call.packing is None else call.packing
     return (*first, spec.dropout_p, spec.is_causal), keywords(spec)
@@ -50,7 +50,7 @@ def refuse_gradient_of(alibi_slopes: Tensor | None) -> None:
 
 
 class Recording(NamedTuple):
-    """What a node of autograd runs and keeps besides tensors."""
+    """The state of an autograd node besides its tensors."""
 
     operators: Operators
     plan: Prepared
@@ -145,7 +145,7 @@ def _gradients(recording: Recording, needs: tuple, given: tuple, others: list) -
 
 
 def _planned_gradients(recording: Recording, mask_grad: bool, given: tuple, tensors: Tensors):
-    """Those of query, key and value at least; by the backward operator where it must be seen."""
+    """At least the gradients of query, key and value, by the operator if it must be dispatched."""
     grad_out, grad_lse, q, k, v, out, lse = given
     plan = recording.plan
     is_direct = library.can_bypass_dispatcher(*given, *tensors) and all(
@@ -166,7 +166,7 @@ def _planned_gradients(recording: Recording, mask_grad: bool, given: tuple, tens
 
 
 def run_backward(call: Call, saved: Saved) -> Gradients:
-    """What a backward operator's kernel runs."""
+    """Run the backward pass, as the kernel of a backward operator."""
     if saved.grad_out is None or saved.out is None or saved.lse is None:
         checks.given(grad_out=saved.grad_out, out=saved.out, lse=saved.lse)
     q, k, v, tensors = call.query, call.key, call.value, call.tensors

@@ -180,7 +180,7 @@ def run_vmap_rule(rule, operator, *operands):
 
 
 class Route(enum.Enum):
-    """How a call is run."""
+    """The route by which a call is run."""
 
     DIRECT = "direct"  # its plan is run, and the dispatcher left out
     RECORD = "record"  # its plan is run inside a node of autograd

@@ -77,7 +77,7 @@ def _rows_or_row(name: str, x: Tensor) -> Tensor:
     return x
 
 
-def _axis(operator: OpOverload, call: dict, mapped: set[str]) -> int | None:
+def _axis(call: dict, mapped: set[str]) -> int | None:
     """The axis to fold into; None where folding is not possible."""
     packed, backward = "cu_seqlens_q" in call, "grad_out" in call
     rank = call["query"].dim() - ("query" in mapped)
@@ -98,7 +98,7 @@ def _rule(operator: OpOverload, info, dims: dict, call: dict):
     }
     for name in ("query", "key", "value"):
         call[name] = rows_contiguous(call[name])
-    axis = _axis(operator, call, mapped)
+    axis = _axis(call, mapped)
     if axis is None:
         return _one_by_one(operator, info.batch_size, mapped, call)
     fold = _Fold(axis, info.batch_size, call, mapped)

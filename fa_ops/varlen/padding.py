@@ -63,7 +63,7 @@ def packed(out: Tensor, lse: Tensor, ends_q: Tensor, tokens: int) -> tuple[Tenso
 
 
 def borders(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """The same, in order and among the tokens: an entry below the one before counts as equal."""
+    """cu_seqlens clamped to the tokens; an entry below its predecessor is set equal to it."""
     return cu_seqlens.clamp(0, tokens).cummax(0).values
 
 

@@ -93,7 +93,7 @@ def tensors_of(
 
 
 def _scalars(options: dict[str, Any], backend: str | None) -> tuple:
-    """In the order of `Scalars`."""
+    """The scalars of a call, in the order of `Scalars`."""
     left, right = sides(options.get("window"))
     return (
         options.get("is_causal", False), 0.0, options.get("scale"), left, right,

@@ -1,4 +1,4 @@
-"""What a mask does to a tile of scores, from the states of the tiles of `fa::mask_blocks`."""
+"""The effect of a mask on a tile of scores, from the tile states of `fa::mask_blocks`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHARE_THAT_PAYS = 0.6
 
 
 class TileState(enum.Enum):
-    """What a mask does to a tile."""
+    """The effect of a mask on a tile."""
 
     EMPTY = "masks every score out"
     FULL = "changes no score"
@@ -30,7 +30,7 @@ class MaskStates:
         self.full = (heads == FULL).all(0).tolist()
 
     def of(self, rows: slice, cols: slice) -> TileState:
-        """What the mask does to these rows and columns of the scores in all of the heads."""
+        """The effect of the mask on these rows and columns of the scores in all heads."""
         down, across = _tiles(rows, len(self.kept)), _tiles(cols, len(self.kept[0]))
         if not any(self.kept[i][j] for i in down for j in across):
             return TileState.EMPTY

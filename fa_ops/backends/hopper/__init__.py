@@ -101,7 +101,7 @@ def supports(call: Call) -> str | None:
 
 
 def plan(call: Call) -> Plan:
-    """How the backend runs the call."""
+    """The plan of a call on this backend."""
     from fa_ops.backends.hopper.launch import together
 
     kernel, prepare = _plan(call)
@@ -109,7 +109,7 @@ def plan(call: Call) -> Plan:
 
 
 def _plan(call: Call) -> Plan:
-    """The same, whose kernels are compiled one after another.
+    """The same plan, whose kernels are compiled one after another.
 
     Modules are imported where they are needed: reading the parameters of their kernels takes 20 ms.
     """
@@ -154,7 +154,7 @@ def _backward_plan(kind: str) -> Plan:
 
 
 def _rare_plan(kind: str) -> Plan:
-    """Of 8-bit products, and of packed queries over pages."""
+    """The plan of a call with 8-bit products, or of packed queries over pages."""
     if kind == QUANTIZED:
         from fa_ops.backends.hopper import quantized
 

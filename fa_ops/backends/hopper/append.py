@@ -59,7 +59,7 @@ def support_error(call: Call) -> str | None:
 
 
 def prepare(call: Call) -> Run:
-    """What writes and rotates for calls with the geometry of this one.
+    """A function that appends and rotates for calls with the geometry of this one.
 
     It returns the queries, rotated if requested, and the lengths with the new keys.
     """

@@ -83,7 +83,7 @@ def plan_of(call: Call) -> DecodePlan:
 
 
 def _options(cache: Cache, spec: Spec) -> tuple:
-    """What a plan depends on in addition to query, key and value."""
+    """The options that a plan depends on in addition to query, key and value."""
     slopes = spec.alibi_slopes
     return (
         (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
@@ -216,7 +216,7 @@ class DecodePlan(SplitKvPlan):
 def group_width(
     B: int, k_shape: tuple[int, ...], k_strides: tuple[int, ...], ctas: int, size: int = 2
 ) -> int:
-    """How many CTAs attend the same tokens of a cache at about the same time, each for one kv head.
+    """The number of CTAs that attend the same tokens at about the same time, one per kv head.
 
     With 64 features, and heads between tokens in memory, one head alone reads every eighth line of
     128 bytes: on an H200 groups of 8 CTAs are 5 to 7 % faster there. With more features they gain

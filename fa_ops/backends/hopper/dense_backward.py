@@ -99,7 +99,7 @@ def backward(
 
 
 def prepare(call: Call) -> Run:
-    """What runs backward passes with the geometry of this one."""
+    """A function that runs backward passes with the geometry of this one."""
     q, k, v, spec, saved = call.query, call.key, call.value, call.spec, call.saved
     if bits_of(spec.attn_mask) or needs_copies(call):
         return general("backward", backward).prepare(call)
@@ -248,7 +248,7 @@ class BackwardPlan:
         self, mask: MaskLayout | None, bias: Bias | None, lists: BlockLists | None,
         units: ScoreUnits, Sk: int,
     ) -> None:  # fmt: skip
-        """What writes the parameters of a bool mask or a bias."""
+        """A function that writes the parameters of a bool mask or a bias."""
         self.bias = self.by_key = self.by_query = None
         self.lists = None if bias else lists
         self.has_features = not (mask is bias is self.row_seeds is None)

@@ -74,7 +74,7 @@ def forward(
 
 
 def prepare(call: Call) -> Run:
-    """What runs dense calls with the geometry of this one."""
+    """A function that runs dense calls with the geometry of this one."""
     run = prepare_attention(call.query, call.key, call.value, call.spec)
     return run or general("forward", forward).prepare(call)
 
@@ -342,7 +342,7 @@ def _page_groups(shapes: Sequence, strides: Sequence) -> list[int]:
 def _maps(
     dtype: torch.dtype, shapes: Sequence, strides: Sequence, config: Config
 ) -> list[TensorMap]:
-    """Of q, k and v; a box of packed queries has some of them, of each some heads."""
+    """The tensor maps of q, k and v; a box of packed queries holds several heads of each."""
     (q_shape, *others), (q_strides, *other_strides) = shapes, strides
     keys = config.copy_keys or config.block_n
     groups = _page_groups(shapes, strides) if config.whole_rows else (0, 0)

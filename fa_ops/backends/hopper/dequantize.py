@@ -52,7 +52,7 @@ def error(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> str | None:
 
 
 def converter(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Converter:
-    """What converts caches with this geometry to the dtype of the query."""
+    """A function that converts caches with this geometry to the dtype of the query."""
     return _converter(
         q.dtype, q.device.index, q.shape[0], (k.shape, v.shape), (k.stride(), v.stride()),
         table_layout(cache.page_table),

@@ -19,7 +19,7 @@ def mask_gradient(
     mask: Tensor, q: Tensor, k: Tensor, backward: BackwardConfig, defines: tuple,
     params: ctypes.Array, stream: int,
 ) -> Tensor:  # fmt: skip
-    """In the mask's shape and dtype; `params` are those of the backward's kernels.
+    """The gradient in the mask's shape and dtype; `params` are those of the backward's kernels.
 
     Where few tiles of the mask stand for many of the scores, more CTAs than tiles sum a part each,
     and their sums are added here.

@@ -70,7 +70,7 @@ def plan_of(call: Call) -> MlaPlan:
 
 
 def _options(cache: Cache, spec: Spec) -> tuple:
-    """What a plan depends on in addition to query and keys."""
+    """The options that a plan depends on in addition to query and keys."""
     table = table_layout(cache.page_table)
     return (spec.is_causal, spec.scale), table, spec.kv_lens is not None
 

@@ -35,7 +35,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tu
 
 
 def prepare(call: Call) -> Run:
-    """What runs packed calls with the geometry of this one."""
+    """A function that runs packed calls with the geometry of this one."""
     if rows_are_aligned(call.query, call.key, call.value):
         return _prepare_forward(call)
     return general("forward", forward).prepare(call)

@@ -27,7 +27,7 @@ def backward(
 
 
 def prepare(call: Call) -> Run:
-    """What runs backward passes of packed calls with the geometry of this one."""
+    """A function that runs packed backward passes with the geometry of this one."""
     if dense_backward.needs_copies(call):
         return general("backward", backward).prepare(call)
     return _prepare_aligned(call, (call.query.stride(), call.key.stride(), call.value.stride()))

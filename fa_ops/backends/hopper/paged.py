@@ -19,7 +19,7 @@ def support_error(call: Call) -> str | None:
 
 
 def prepare(call: Call) -> Run:
-    """What runs calls with the geometry of this one."""
+    """A function that runs calls with the geometry of this one."""
     options, sequences = call.without_tensors(), call.cache.page_table.shape[0]
     plan = _plan(call, sequences)
 

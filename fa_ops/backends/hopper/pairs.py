@@ -1,4 +1,4 @@
-"""Which backward passes are faster by pairs of CTAs than in two passes.
+"""The rule for backward passes that are faster by pairs of CTAs than in two passes.
 
 Pairs execute five products for each block of queries and keys, two passes seven. But the fp32 sums
 of dQ to which pairs add are cleared, written and read once for each query: they must attend many
@@ -54,6 +54,6 @@ def prefers_pairs(
 
 
 def attended_keys(Sq: int, Sk: int, left: int, right: int) -> float:
-    """How many keys a query attends, on average over 32 of them."""
+    """The number of keys that a query attends, averaged over 32 queries."""
     diagonals = ((2 * i + 1) * Sq // 64 + Sk - Sq for i in range(32))
     return sum(max(0, min(Sk, d + right + 1) - max(0, d - left)) for d in diagonals) / 32

@@ -38,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[
 
 
 def prepare(call: Call) -> Run:
-    """What runs cached calls with the geometry of this one."""
+    """A function that runs cached calls with the geometry of this one."""
     k, v, table = call.key, call.value, call.cache.page_table
     converter = None
     if k.dtype == dequantize.E4M3:

@@ -22,7 +22,7 @@ _LEAST, _MOST = 2.0**-120, 2.0**120  # factors that float32 holds, and their pro
 
 
 class ScoreUnits(NamedTuple):
-    """How a product q.k becomes a score: accumulator unit * product, or * tanh under a softcap."""
+    """The factors from a product q.k to a score: unit * product, or unit * tanh with a softcap."""
 
     gradient: float  # of a score by the product q.k, but for the tanh's derivative
     inside_tanh: float  # factor of the product q.k under the tanh

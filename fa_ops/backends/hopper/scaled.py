@@ -55,7 +55,7 @@ class Scaled:
         self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, stream: int,
         with_offset: bool,
     ) -> tuple[Addresses, Tensor]:  # fmt: skip
-        """Where the kernel finds everything, and the memory that holds what is written here."""
+        """Launch the kernel; returns its addresses and the memory that it writes."""
         memory = empty(*self._memory)
         begin = memory.data_ptr()
         v8, counter, q_scale, k_scale, v_scale = [begin + x for x in self._offsets]

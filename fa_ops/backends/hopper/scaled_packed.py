@@ -23,7 +23,7 @@ _PAGES = struct_layout("paged_kv.cuh", "PageTable").packer()
 
 
 class Sequences(NamedTuple):
-    """How many sequences and tokens a packed call has, and where its keys are."""
+    """The sequences and tokens of a packed call, and the location of its keys."""
 
     count: int
     queries: int  # of all sequences
@@ -44,7 +44,7 @@ class Sequences(NamedTuple):
 
 
 class PackedAddresses(NamedTuple):
-    """Where the attention kernel finds everything, by address."""
+    """The addresses that the attention kernel reads."""
 
     numbers: Addresses
     kv_lens: int  # (B,)
@@ -80,7 +80,7 @@ class ScaledPacked:
         self, q: Tensor, k: Tensor, v: Tensor, tensors: PackedQuantizedTensors, stream: int,
         with_offset: bool,
     ) -> tuple[PackedAddresses, Tensor]:  # fmt: skip
-        """Where the kernel finds everything, and the memory that holds what is written here."""
+        """Launch the kernel; returns its addresses and the memory that it writes."""
         t, memory = tensors, empty(*self._memory)
         begin = memory.data_ptr()
         counter, v8, q_scale, k_scale, v_scale, lens, starts = [begin + x for x in self._offsets]

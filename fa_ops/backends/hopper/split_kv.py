@@ -1,4 +1,4 @@
-"""What `decode` and `mla` share: few queries against a long cache, whose keys CTAs split.
+"""Common parts of `decode` and `mla`: few queries against a long cache, split over keys.
 
 Everything here depends on shapes alone: lengths and pages are read on the device, so a captured
 CUDA graph serves every length. A cache that grows has another shape in every step: a family of

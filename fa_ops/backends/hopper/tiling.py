@@ -1,4 +1,4 @@
-"""How a forward pass is cut into tiles: heads of a group that share them, and parts of the keys."""
+"""The tiling of a forward pass: heads of a group that share a tile, and splits of the keys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What of a forward pass decides how it is cut; `keys`: of a row, as far as they are known."""
+    """The sizes that decide the tiling; `keys` is the number of keys of a row, if known."""
 
     B: int
     Hq: int
@@ -49,7 +49,7 @@ def tiling_of(
     can_pack: bool = True,
     can_split: bool = True,
 ) -> Tiling:
-    """How tiles of `config` cut a call: as little as is about as fast as any other way.
+    """The tiling of a call with tiles of `config`: the least divided of those about as fast.
 
     `can_pack`, `can_split`: whether the kernel has the call's options for packed heads, and for
     parts of the keys. How many heads share a tile depends on the group alone, so that lengths have

@@ -66,7 +66,7 @@ def supports(call: Call) -> str | None:
 
 
 def plan(call: Call) -> Plan:
-    """How this backend runs the call."""
+    """The plan of a call on this backend."""
     if call.kind == MASK_BLOCKS:
         return Plan("mask blocks", lambda call: mask_blocks)
     if call.kind == MERGE:

@@ -175,7 +175,7 @@ def _query_key_value(
 
 
 def _launched_parts(problem: BackwardProblem) -> tuple[dict[str, bool], ...]:
-    """What each launch of `key_value_grad_kernel` computes.
+    """The parts of the gradient that each launch of `key_value_grad_kernel` computes.
 
     Registers hold sums of both gradients up to 256 features. Two launches compute the scores twice:
     eight products where one would take seven.

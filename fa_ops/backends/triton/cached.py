@@ -36,8 +36,10 @@ def attends_whole_rows(call: Call) -> bool:
 
 
 def prepare_append(call: Call) -> Run:
-    """What appends new keys and values alone, and returns queries and kv_lens: rotated, if need be,
-    and with the new keys."""
+    """A function that appends new keys and values.
+
+    It returns the queries, rotated if need be, and kv_lens with the new keys.
+    """
     q, k, v, cache, spec = call.query, call.key, call.value, call.cache, call.spec
     capacity = decode.Memory.of(k, v, cache).capacity
     write = bind_cache(q, k, v, cache, spec.kv_lens, capacity, counts=True)

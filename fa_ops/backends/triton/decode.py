@@ -132,7 +132,7 @@ def cache_forward(
 
 
 def prepare_cached(call: Call) -> Run:
-    """What runs cached calls with the geometry of this one."""
+    """A function that runs cached calls with the geometry of this one."""
     q, k, v, cache, spec = call.query, call.key, call.value, call.cache, call.spec
     new, write = 0 if cache.key is None else cache.key.shape[2], None
     if call.writes_cache:

@@ -226,7 +226,7 @@ def attend_piece(
 
 @triton.jit
 def scale_index(page, key, Hkv, PAGE: tl.constexpr, SCALES: tl.constexpr):
-    """Where the scale of a key's page, or of the key, lies behind the kv head's first one."""
+    """The offset of the scale of a key, or of its page, from the kv head's first scale."""
     if SCALES == 2:
         at = page * Hkv
     elif PAGE > 0:
