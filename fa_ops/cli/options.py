@@ -13,9 +13,9 @@ import typer
 def device(name: str) -> str:
     """ "cuda" or "cpu"; "auto" is cuda if torch finds a device."""
     if name not in ("auto", "cuda", "cpu"):
-        raise typer.BadParameter(f"device must be auto, cuda or cpu, got {name!r}")
+        raise typer.BadParameter(f"--device must be auto, cuda or cpu, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("device is cuda, but torch finds no CUDA device")
+        raise typer.BadParameter("--device is cuda, but torch finds no CUDA device")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
