@@ -32,8 +32,9 @@ DEVICE int packed_rows(const MlaParams& p) { return p.tokens * p.heads; }
 // A range of n tiles takes the time of n tiles. It cuts a batch row of N tiles into N / n splits, each of
 // which is written and merged in about 0.05 of a tile's time. The sum is least for n = sqrt(0.05 N).
 //
-// Items of one length are cut alike where no range becomes much longer, so that no CTA has parts of two items:
-// writing the results of 64 rows for the merge takes longer than attending a tile.
+// If all items have the same length, each is cut in the same way where that makes no range much longer. No
+// CTA then has parts of two items; to write the partial results of 64 rows takes longer than to attend a
+// tile.
 DEVICE Partition partition_of(const MlaParams& p, int total, int shortest, int longest) {
   const int least = max(1, (int)sqrtf(0.05f * (float)longest)),
             groups = max(1, (int)min(gridDim.x / (u32)p.width, (u32)total / (u32)least)),

@@ -22,13 +22,14 @@ DEVICE int ceil_div(int a, int b) { return (u32)(a + b - 1) / (u32)b; }
 
 struct Partition {
   int groups, steps, grain;  // into `groups` ranges, in steps of `grain` tiles
-  // If not 0: items of `item_tiles` tiles each, into `item_splits` ranges of `grain` tiles, the last the rest.
+  // If not 0, all items have `item_tiles` tiles, and each is cut into `item_splits` ranges of `grain` tiles,
+  // of which the last may be shorter.
   int item_tiles = 0, item_splits = 0;
 };
 
-// The tiles of all items, one item behind the other, cut into ranges as equal as possible, or each item alike.
-// A range is empty only where there are fewer steps than groups. Divisions are unsigned: signed ones take
-// longer, and the first copy waits for them.
+// The tiles of all items, one item behind the other, cut into ranges as equal as possible, or every item in
+// the same way. A range is empty only where there are fewer steps than groups. Divisions are unsigned: signed
+// ones take longer, and the first copy waits for them.
 struct WorkRanges {
   int grain, base, longer;  // `longer` ranges have base + 1 steps
   int item_tiles, item_splits;
