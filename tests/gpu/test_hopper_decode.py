@@ -286,9 +286,8 @@ def test_public_functions_select_the_kernel():
     k, v = (torch.randn(2, 2, 4000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     assert fa_ops.explain(q, k, v).backend == "hopper"
     many = q.repeat(1, 1, 8, 1)
-    assert fa_ops.explain(many, k, v).backend == "triton"  # it cuts keys for any number of rows
-    assert chosen(q, k, v, Spec()) is hopper
-    assert chosen(many, k, v, Spec()) is not hopper
+    assert fa_ops.explain(many, k, v).backend == "hopper"  # more rows than decoding has: prefill
+    assert chosen(q, k, v, Spec()) is chosen(many, k, v, Spec()) is hopper
     expected = reference.dense(q.double(), k.double(), v.double(), Spec())[0]
     for _ in range(3):
         assert relative_error(fa_ops.attention(q, k, v, backend="hopper"), expected) < 1e-2
