@@ -16,6 +16,7 @@ from torch import Tensor
 from fa_ops.distributed.layout import Members
 
 _BYTES = 1024
+_LONGEST = 10**9  # seconds; torch counts them in nanoseconds of 64 bits
 _hosts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group: gloo group
 _connected: weakref.WeakSet = weakref.WeakSet()
 
@@ -58,6 +59,15 @@ def agree(
                 f"options, got {texts[members.rank][1:]} on process {members.rank} and "
                 f"{text[1:]} on process {rank}"
             )
+
+
+def error_of_timeout(timeout: object) -> ValueError | None:
+    """The error of a `timeout` that is neither None nor a positive number of seconds, or None."""
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is None or (is_number and 0 < timeout <= _LONGEST):
+        return None
+    rule = f"timeout must be None or a positive number up to {_LONGEST}"
+    return ValueError(f"{rule}, got {timeout!r}")
 
 
 def _exchanged(

@@ -128,7 +128,7 @@ def context_parallel_attention(
     )  # fmt: skip
     query, key, value = _autocast(query, key, value)
     error = error_of_flags(check=check, return_lse=return_lse)
-    request = agreed(query, key, value, groups, options, check, error, timeout)
+    request = agreed(query, key, value, groups, options, return_lse, check, error, timeout)
     out, lse = attend(query, key, value, groups, request, return_lse, timeout)
     return (out, lse) if return_lse else out
 
@@ -200,28 +200,29 @@ def measure_link_rate(
 
 def agreed(
     query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options,
-    check: bool, error: Exception | None = None, timeout: float | None = None,
+    return_lse: bool, check: bool = True, error: Exception | None = None,
+    timeout: float | None = None,
 ) -> CheckedCall:  # fmt: skip
     """The checked call, once all processes have shown that theirs is the same.
 
     The error of one process reaches those of its own row of a mesh, and then all others. `error` is
     one that this process has found before.
     """
-    request = None
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and timeout > 0):
-        given, timeout = timeout, None
-        error = error or ValueError(f"timeout must be a positive number or None, got {given!r}")
+    request, text = None, ""
+    refused = agreement.error_of_timeout(timeout)
+    if refused is not None:
+        error, timeout = error or refused, None
     try:
         request = checked(query, key, value, groups, options)
-    except (ValueError, TypeError, NotImplementedError) as refused:
+        text = request.text + ", return_lse" * (return_lse is True)
+    except Exception as refused:  # whatever it is, the others are waiting to hear of it
         error = error or refused
     device = query.device if isinstance(query, Tensor) else torch.device("cpu")
     for members in reversed(groups):
         try:
-            text = request.text if request else ""
-            agreement.agree(members, text, error, device, check, timeout)
-        except (ValueError, TypeError, NotImplementedError, RuntimeError) as refused:
+            # a process whose `check` is refused shows that to the others
+            agreement.agree(members, text, error, device, check is not False, timeout)
+        except Exception as refused:
             error = error or refused
     if error is not None:
         raise error

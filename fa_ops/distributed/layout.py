@@ -34,6 +34,7 @@ class SequenceLayout(NamedTuple):
     Raises:
         ValueError: segments that overlap, leave out tokens, are not in ascending order, or are not
             equally long for all processes.
+        TypeError: segments that are no tuples of ints.
     """
 
     tokens: int
@@ -50,7 +51,12 @@ class SequenceLayout(NamedTuple):
         return self.tokens // max(1, self.size)
 
     def check(self) -> None:
-        """Raise ValueError unless every token belongs to one process, all having equally many."""
+        """Raise unless every token belongs to one process, and all have equally many."""
+        if not _are_segments(self.segments):
+            raise TypeError(
+                "layout must hold a tuple for each process of tuples (start, stop) of ints, got "
+                f"{self.segments!r}"
+            )
         for rank, segments in enumerate(self.segments):
             held = sum(stop - start for start, stop in segments)
             if held * self.size != self.tokens:
@@ -72,6 +78,14 @@ class SequenceLayout(NamedTuple):
         return SequenceLayout(
             self.tokens, tuple(merged(sorted(sum(group, ()))) for group in groups)
         )
+
+
+def _are_segments(segments: object) -> bool:
+    return isinstance(segments, tuple) and all(
+        isinstance(held, tuple)
+        and all(isinstance(part, tuple) and [type(x) for x in part] == [int, int] for part in held)
+        for held in segments
+    )
 
 
 def merged(segments) -> tuple[Segment, ...]:

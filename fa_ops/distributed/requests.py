@@ -235,7 +235,8 @@ def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Options
         packed = (x[0].transpose(0, 1) for x in whole)
         ends = need_tensor("cu_seqlens", ends).to("meta")
         torch.ops.fa.attention_varlen(*packed, ends, ends, is_causal=options.is_causal, **on_meta)
-    records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    leaves = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
+    records = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
     if records and (options.backend or dispatch.default) == "reference":
         raise NotImplementedError(
             "the reference backend has no gradients of ring attention or of the other schemes, got "
@@ -308,6 +309,8 @@ def _text(q: Tensor, k: Tensor, v: Tensor, problem: StepProblem, options: Option
     scalars = {n: x for n, x in options._asdict().items() if n not in tensors}
     changed = [f"{n}={x}" for n, x in scalars.items() if x != Options._field_defaults[n]]
     there = [n for n in ("alibi_slopes", "sinks") if getattr(options, n) is not None]
+    if options.sinks is not None and options.sinks.requires_grad and torch.is_grad_enabled():
+        there.append("gradient of sinks")
     records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     layout = options.layout
     if not isinstance(layout, str):

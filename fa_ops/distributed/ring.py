@@ -71,6 +71,6 @@ def ring_attention(
     if is_causal and len(tensors) == 2 and query.shape[2] != key.shape[2]:
         lengths = f"{key.shape[2]} and {query.shape[2]} tokens"
         refused = ValueError(f"key must be as long as query if is_causal, got {lengths}")
-    request = agreed(query, key, value, groups, options, True, refused)
+    request = agreed(query, key, value, groups, options, return_lse, error=refused)
     out, lse = attend(query, key, value, groups, request, return_lse)
     return (out, lse) if return_lse else out

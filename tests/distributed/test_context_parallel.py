@@ -176,6 +176,9 @@ def check_layouts() -> None:
         SequenceLayout(4, (((0, 3),), ((3, 4),))).check()
     with pytest.raises(ValueError, match="hold each of 4 tokens once"):
         SequenceLayout(4, (((0, 2),), ((1, 3),))).check()
+    for segments in ([((0, 2),), ((2, 4),)], (((0, 2),), [(2, 4)]), (((0, 2),), (2, 4))):
+        with pytest.raises(TypeError, match="layout must hold a tuple for each process of tuples"):
+            SequenceLayout(4, segments).check()
 
 
 def check_layouts_of_documents() -> None:
@@ -243,8 +246,8 @@ def check_errors() -> None:
         attend(q, k, v, "cp")
     with pytest.raises(ValueError, match=r"mesh must have one dimension, or two .* got 3 of sizes"):
         attend(q, k, v, mesh(2, 2, 1))
-    for timeout in (0, -1.0, "3", True):
-        with pytest.raises(ValueError, match=f"timeout must be a positive .* got {timeout!r}"):
+    for timeout in (0, -1.0, "3", True, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"timeout must be .* positive .* got {timeout!r}"):
             attend(q, k, v, timeout=timeout)
     with pytest.raises(ValueError, match="^key is on meta, but query is on cpu"):
         attend(q, k.to("meta"), v)
@@ -311,6 +314,18 @@ def check_disagreement() -> None:
     lens = torch.tensor([20 + (rank == 3)], dtype=torch.int32)
     with pytest.raises(ValueError, match="same shapes and options, got .*mask"):
         context_parallel_attention(q, k, v, kv_lens=lens)
+    for scheme in ("ring", "ulysses"):  # the lse would be another message
+        with pytest.raises(ValueError, match="same shapes and options, got .*return_lse"):
+            context_parallel_attention(q, k, v, None, scheme, return_lse=rank == 1)
+    sinks = torch.zeros(4, requires_grad=rank == 0)
+    with pytest.raises(ValueError, match="same shapes and options, got .*gradient of sinks"):
+        context_parallel_attention(q, k, v, sinks=sinks)
+    kind, match = (TypeError, "^check must be") if rank == 1 else (RuntimeError, "^process 1 of")
+    with pytest.raises(kind, match=match):
+        context_parallel_attention(q, k, v, check=None if rank == 1 else True)
+    nested = torch.nested.nested_tensor([q[0]]) if rank == 1 else q
+    with pytest.raises(RuntimeError, match="sizes" if rank == 1 else "^process 1 of the group has"):
+        context_parallel_attention(nested, k, v)
     wrong = k.double() if rank == 1 else k
     kind, match = (TypeError, "^key is float64") if rank == 1 else (RuntimeError, "^process 1 of")
     for where in (None, mesh(2, 2)):
