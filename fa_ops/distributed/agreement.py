@@ -6,8 +6,10 @@ arguments are refused shows the error, and then all processes raise.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import weakref
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -59,6 +61,25 @@ def agree(
                 f"options, got {texts[members.rank][1:]} on process {members.rank} and "
                 f"{text[1:]} on process {rank}"
             )
+
+
+@contextlib.contextmanager
+def shared_errors(
+    members: Members, device: torch.device, check: bool, timeout: float | None = None
+) -> Iterator[list[str]]:
+    """Raise in every process if the block raises in one; with `check` alone, in this one otherwise.
+
+    Yields a list for the words that describe the call, as in `agree`.
+    """
+    words, error = [], None
+    try:
+        yield words
+    except Exception as raised:  # whatever it is, the others are waiting to hear of it
+        if not check:
+            raise
+        error = raised
+    if check:
+        agree(members, ", ".join(words), error, device, check, timeout)
 
 
 def error_of_timeout(timeout: object) -> ValueError | None:

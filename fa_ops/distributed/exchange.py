@@ -16,7 +16,7 @@ from fa_ops.distributed.plans import Step, StepPlan, rows_of
 class Waiting(NamedTuple):
     """Requests that have been started, and what they are for."""
 
-    works: list[dist.Work]
+    works: list[dist.Work | None]  # None: done, or in order on this stream
     tensors: list[Tensor]  # what is sent must live until it has been
     what: str
     timeout: float | None
@@ -27,7 +27,7 @@ class Waiting(NamedTuple):
         Raises:
             RuntimeError: another process has failed or did not answer in time.
         """
-        for work in self.works:
+        for work in filter(None, self.works):
             try:
                 if self.timeout is None:
                     work.wait()
@@ -176,12 +176,19 @@ def _sent(plan: StepPlan, k: Tensor, v: Tensor) -> PackedKeys | None:
 
 
 def all_gather(
-    whole: Tensor, mine: Tensor, group: dist.ProcessGroup | None, async_op: bool = False
-) -> dist.Work | None:
-    """Gather tensors of equal shapes along their first dimension."""
+    whole: list[Tensor], mine: list[Tensor], exchange: Exchange, what: str, overlaps: bool = True
+) -> Waiting:
+    """Start to gather tensors, of shapes equal on all processes, along their first dimensions.
+
+    Unless it `overlaps` with what follows, it needs no other stream on a GPU.
+    """
     # the second name is that until torch 2.12, which 2.13 deprecates
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(whole, mine, group, async_op)
+    works = [
+        gather(there, x, exchange.members.group, async_op=overlaps or not x.is_cuda)
+        for there, x in zip(whole, mine, strict=True)
+    ]
+    return Waiting(works, mine, what, exchange.timeout)
 
 
 def _tokens_first(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fa_ops.argument_types import Window, sides
 from fa_ops.distributed import agreement
 from fa_ops.distributed.dropout import agreed_seed
-from fa_ops.distributed.exchange import all_gather
+from fa_ops.distributed.exchange import Exchange, Waiting, all_gather
 from fa_ops.distributed.gathered_dropout import PackedDropout
 from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import Members, groups_of
@@ -54,19 +54,15 @@ def gathered_attention(
         "deterministic": deterministic,
     }  # fmt: skip
     job = Gathering(members, packing, keys, heads, alibi_slopes, options)
-    error = None
-    try:
+    with agreement.shared_errors(members, q.device, True) as words:
+        shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in (("q", q), ("k", k), ("v", v)))
+        given = {n: x for n, x in options.items() if n != "deterministic"}
+        slopes = alibi_slopes is not None
+        words.append(
+            f"{shapes} of {q.dtype}, {heads} heads at a time, {given}, alibi_slopes {slopes}, "
+            f"dropout_p {dropout_p}"
+        )
         _check(q, k, v, job, dropout_p)
-    except (ValueError, TypeError, NotImplementedError) as refused:
-        error = refused
-    shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in (("q", q), ("k", k), ("v", v)))
-    given = {n: x for n, x in options.items() if n != "deterministic"}
-    slopes = alibi_slopes is not None
-    text = (
-        f"{shapes} of {q.dtype}, {heads} heads at a time, {given}, alibi_slopes {slopes}, "
-        f"dropout_p {dropout_p}"
-    )
-    agreement.agree(members, text, error, q.device)
     if dropout_p > 0:
         seed = agreed_seed(q, dropout_p, (members,), None)
         place = q.shape[0], q.shape[1], members.rank, keys.start
@@ -110,30 +106,28 @@ class Gathering(NamedTuple):
 
     def gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values of all processes for each piece, while the next ones are gathered."""
-        pieces = [slice(n, n + self.heads) for n in range(0, k.shape[1], self.heads)]
-        arriving = self._gather(k, v, pieces[0]) if pieces else None
-        for following in [*pieces[1:], None]:
+        firsts = range(0, k.shape[1], self.heads)
+        arriving = self._gather(k, v, firsts[0]) if firsts else None
+        for following in [*firsts[1:], None]:
             if arriving is None:
                 return
-            whole, works, _ = arriving
+            whole, waiting = arriving
             arriving = None if following is None else self._gather(k, v, following)
-            for work in works:
-                work.wait()
+            waiting.wait()
             yield whole
 
-    def _gather(self, k: Tensor, v: Tensor, heads: slice) -> tuple:
-        mine = [x[:, heads].contiguous() for x in (k, v)]
+    def _gather(self, k: Tensor, v: Tensor, first: int) -> tuple[tuple[Tensor, Tensor], Waiting]:
+        mine = [x[:, first : first + self.heads].contiguous() for x in (k, v)]
         whole = tuple(x.new_empty(self.members.size * x.shape[0], *x.shape[1:]) for x in mine)
-        works = [
-            all_gather(there, x, self.members.group, async_op=True)
-            for there, x in zip(whole, mine, strict=True)
-        ]
-        return whole, works, mine
+        what = f"the step of key heads {first} to {first + self.heads} (keys)"
+        return whole, all_gather(whole, mine, Exchange(self.members), what)
 
-    def returned(self, grads: Tensor) -> Tensor:
+    def returned(self, grads: Tensor, heads: slice) -> Tensor:
         """The sum over processes of the gradients of this process's keys, in float32."""
-        received = torch.empty_like(grads)
-        dist.all_to_all_single(received, grads, group=self.members.group)
+        received, group = torch.empty_like(grads), self.members.group
+        work = dist.all_to_all_single(received, grads, group=group, async_op=not grads.is_cuda)
+        what = f"the step of key heads {heads.start} to {heads.stop} (gradients)"
+        Waiting([work], [grads], what, None).wait()
         return received.unflatten(0, (self.members.size, -1)).sum(0, dtype=sum_dtype(grads))
 
 
@@ -175,7 +169,7 @@ class _GatheredAttention(torch.autograd.Function):
             for total, like, part in zip((dk, dv), whole, grads[1:], strict=True):
                 sent = torch.zeros_like(like)
                 sent[job.keys] = part
-                total[:, of_keys] = job.returned(sent)
+                total[:, of_keys] = job.returned(sent, of_keys)
         return dq, dk, dv, None
 
 

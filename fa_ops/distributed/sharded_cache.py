@@ -10,9 +10,9 @@ from torch import Tensor
 from fa_ops import api, checks
 from fa_ops.argument_types import Window, need_bool, need_tensor, sides
 from fa_ops.distributed import agreement
-from fa_ops.distributed.exchange import all_gather
+from fa_ops.distributed.exchange import Exchange, all_gather
 from fa_ops.distributed.graph_breaks import outside_graphs
-from fa_ops.distributed.layout import Members, groups_of
+from fa_ops.distributed.layout import groups_of
 from fa_ops.kv_cache import attention_with_kv_cache
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def attention_with_sharded_kv_cache(
     return_lse: bool = False,
     backend: str | None = None,
     check: bool = False,
+    timeout: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of queries, equal on all processes, over a cache of which each holds some keys.
 
@@ -76,7 +77,11 @@ def attention_with_sharded_kv_cache(
         batch_invariant: as in :func:`attention_with_kv_cache`.
         return_lse: also return the logarithm of the softmax's denominator.
         backend: as in :func:`fa_ops.attention`.
-        check: whether the processes compare the shapes of their queries first, between hosts.
+        check: whether the processes compare shapes and options first, and tell each other of errors
+            up to those of their own attention, between hosts. Where it is off, the others of a
+            process that raises wait until `timeout`, and unequal arguments may end all.
+        timeout: seconds after which waiting for another process fails, between hosts and on gloo.
+            ``None``: the group's. On NCCL the group's timeout always holds.
 
     Returns:
         ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, equal on all processes; with ``return_lse``
@@ -85,7 +90,8 @@ def attention_with_sharded_kv_cache(
     Raises:
         ValueError, TypeError: what :func:`attention_with_kv_cache` raises; a mesh of two
             dimensions.
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialised; another process raised an error or did
+            not answer, the message names the step.
         NotImplementedError: a window or ALiBi with several queries.
 
     Source: Dao et al., Flash-Decoding, https://pytorch.org/blog/flash-decoding, for the merge.
@@ -93,44 +99,49 @@ def attention_with_sharded_kv_cache(
     groups = groups_of(mesh_or_group)
     if len(groups) != 1:
         raise ValueError("mesh must have one dimension for a sharded cache, got 2")
-    (members,) = groups
-    flags = {"is_causal": is_causal, "check": check, "return_lse": return_lse}
-    for name, flag in flags.items():
-        need_bool(name, flag)
-    if need_tensor("query", query).dim() != 4:
-        raise ValueError(f"query must have shape (B, Hq, Sq, D), got {tuple(query.shape)}")
-    several = query.shape[2] > 1
-    for name, given in (("window", window), ("alibi_slopes", alibi_slopes)):
-        if given is not None and several:
-            raise NotImplementedError(
-                f"{name} over a sharded cache needs a single query, got {query.shape[2]}"
-            )
-    if check:
-        text = f"query {tuple(query.shape)} of {query.dtype}, is_causal={is_causal}"
-        agreement.agree(members, text, None, query.device)
-    _check_tensors(query, kv_lens, key, sinks)
-    placed = window is not None or alibi_slopes is not None
+    exchange, (members,) = Exchange(groups[0], timeout), groups
+    need_bool("check", check)
+    placed = {"window": window, "alibi_slopes": alibi_slopes}
+    placed = {name: given for name, given in placed.items() if given is not None}
+    device = query.device if isinstance(query, Tensor) else torch.device("cpu")
+    with agreement.shared_errors(members, device, check, timeout) as words:
+        _check(query, kv_lens, key, sinks, placed, timeout)
+        need_bool("is_causal", is_causal)
+        need_bool("return_lse", return_lse)
+        options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "window": window}
+        words += _words(query, value_cache, options, {"alibi_slopes": alibi_slopes, "sinks": sinks})
     length = kv_lens if key is None else kv_lens + key.shape[2]
-    after = _keys_after(length, members) if placed else None
-    out, lse = attention_with_kv_cache(
-        query, key_cache, value_cache, kv_lens, page_table,
-        is_causal and members.rank == members.size - 1, key=key, value=value, scale=scale,
-        softcap=softcap, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
-        num_splits=num_splits, batch_invariant=batch_invariant,
-        key_ranges=None if window is None else _in_window(window, length, after),
-        return_lse=True, backend=backend,
-    )  # fmt: skip
+    after = _keys_after(length, exchange) if placed else None
+    with agreement.shared_errors(members, device, check, timeout):
+        out, lse = attention_with_kv_cache(
+            query, key_cache, value_cache, kv_lens, page_table,
+            is_causal and members.rank == members.size - 1, key=key, value=value, scale=scale,
+            softcap=softcap, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
+            num_splits=num_splits, batch_invariant=batch_invariant,
+            key_ranges=None if window is None else _in_window(window, length, after),
+            return_lse=True, backend=backend,
+        )  # fmt: skip
     if alibi_slopes is not None:  # the distance to the keys that follow on other processes
         slopes = alibi_slopes.to(lse.dtype).view(-1, alibi_slopes.shape[-1], 1)
         lse = lse - slopes * after.view(-1, 1, 1)
-    out, lse = _merged(_gathered(out, members), _gathered(lse, members), sinks)
+    out, lse = _merged(*_gathered((out, lse), exchange, "results"), sinks)
     return (out, lse) if return_lse else out
 
 
-def _check_tensors(
-    query: Tensor, kv_lens: Tensor, key: Tensor | None, sinks: Tensor | None
-) -> None:
+def _check(
+    query: Tensor, kv_lens: Tensor, key: Tensor | None, sinks: Tensor | None, placed: dict,
+    timeout: float | None,
+) -> None:  # fmt: skip
     """Raise for what is used before or after :func:`attention_with_kv_cache`, which checks all."""
+    error = agreement.error_of_timeout(timeout)
+    if error is not None:
+        raise error
+    if need_tensor("query", query).dim() != 4:
+        raise ValueError(f"query must have shape (B, Hq, Sq, D), got {tuple(query.shape)}")
+    for name in placed if query.shape[2] > 1 else ():
+        raise NotImplementedError(
+            f"{name} over a sharded cache needs a single query, got {query.shape[2]}"
+        )
     checks.integers(query, "kv_lens", need_tensor("kv_lens", kv_lens))
     checks.has_shape("kv_lens", kv_lens, query.shape[:1])
     if key is not None and need_tensor("key", key).dim() != 4:
@@ -138,6 +149,14 @@ def _check_tensors(
     if sinks is not None:
         checks.floats(query, "sinks", need_tensor("sinks", sinks))
         checks.has_shape("sinks", sinks, query.shape[1:2])
+
+
+def _words(query: Tensor, value_cache: Tensor, options: dict, tensors: dict) -> list[str]:
+    """What must be equal on all processes."""
+    width = need_tensor("value_cache", value_cache).shape[-1]
+    words = [f"query {tuple(query.shape)} of {query.dtype}, value_cache (..., {width})"]
+    words += [f"{name}={x}" for name, x in options.items()]
+    return words + [name for name, x in tensors.items() if x is not None]
 
 
 def _merged(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -150,17 +169,19 @@ def _merged(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> tuple[Tensor, T
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
-def _gathered(x: Tensor, members: Members) -> Tensor:
-    """The tensors of all processes, stacked."""
-    x = x.contiguous()
-    stacked = x.new_empty(members.size, *x.shape)
-    all_gather(stacked.flatten(0, 1), x, members.group)
+def _gathered(tensors: tuple[Tensor, ...], exchange: Exchange, what: str) -> list[Tensor]:
+    """Of each tensor those of all processes, stacked."""
+    mine = [x.contiguous() for x in tensors]
+    stacked = [x.new_empty(exchange.members.size, *x.shape) for x in mine]
+    rows = [x.flatten(0, 1) for x in stacked]
+    all_gather(rows, mine, exchange, f"the exchange of {what}", overlaps=False).wait()
     return stacked
 
 
-def _keys_after(length: Tensor, members: Members) -> Tensor:
+def _keys_after(length: Tensor, exchange: Exchange) -> Tensor:
     """The number of keys of each row on the processes after this one."""
-    return _gathered(length, members)[members.rank + 1 :].sum(0)
+    (lengths,) = _gathered((length,), exchange, "lengths")
+    return lengths[exchange.members.rank + 1 :].sum(0)
 
 
 def _in_window(window: Window, length: Tensor, after: Tensor) -> Tensor:

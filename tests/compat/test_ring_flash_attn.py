@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from datetime import timedelta
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +14,7 @@ import fa_ops
 from fa_ops import compat
 from fa_ops.compat import flash_attn, ring_flash_attn
 from fa_ops.distributed.gathered_dropout import key_ranges
+from fa_ops.distributed.gathered_heads import Gathering
 from fa_ops.distributed.masks import Mask, visible
 
 WORLD = 2
@@ -157,6 +162,25 @@ def check_errors() -> None:
         llama3(*packed, *prepared, 1 if dist.get_rank() == 0 else 3, keys)
 
 
+def check_failure() -> None:
+    """A process that raises in its backward pass: the other ends with an error naming the step."""
+    q, k, v = (x.detach().requires_grad_() for x in whole_tensors(8))
+    ends = torch.tensor([0, 10, 16], dtype=torch.int32)
+    rank, group = dist.get_rank(), dist.new_group(range(WORLD), timeout=timedelta(seconds=2))
+    *prepared, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(ends, True, rank, WORLD)
+    out = ring_flash_attn.llama3_flash_attn_varlen_func(
+        q, k, v, *prepared, 1, keys, causal=True, group=group
+    )
+    kind, match = RuntimeError, "the step of key heads 0 to 1 .gradients. failed, another process"
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            failing = mock.Mock(side_effect=MemoryError("no memory"))
+            stack.enter_context(mock.patch.object(Gathering, "gradients", failing))
+            kind, match = MemoryError, "no memory"
+        with pytest.raises(kind, match=match):
+            out.sum().backward()
+
+
 NAMES = [name for name in ring_flash_attn.__all__ if "prepare" not in name]
 CHECKS: dict = {"errors": check_errors}
 for _name in NAMES:
@@ -179,6 +203,7 @@ for _ends, _stride in (([0, 10, 11, 11, 40], 1), ([0, 20, 24], 2)):
         CHECKS[f"llama3 dropout, {_mask}, {_ends}"] = lambda o=_options, e=_ends, s=_stride: (
             check_llama3_dropout(o, e, s)
         )
+CHECKS["failure"] = check_failure  # the last, as messages of its group may remain
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,8 +94,48 @@ def check_errors() -> None:
         attention_with_sharded_kv_cache(uneven, cache, cache, lens, check=True)
 
 
+def check_errors_of_one() -> None:
+    """With `check` all processes end with an error, whether it is found before or in attention."""
+    is_first = dist.get_rank() == 0
+    given = {"key_cache": torch.randn(1, 2, 4, 8), "value_cache": torch.randn(1, 2, 4, 8)}
+    given |= {"query": torch.randn(1, 2, 1, 8), "kv_lens": torch.tensor([4], dtype=torch.int32)}
+    wrong = {
+        "kv_lens must be a Tensor": {"kv_lens": [4]},
+        "return_lse must be a bool": {"return_lse": 1},
+        "sinks must have shape": {"sinks": torch.zeros(3)},
+        "num_splits must not be negative": {"num_splits": -1},
+        "backend 'hopper' cannot run this call": {"backend": "hopper"},
+        "key_cache": {"key_cache": torch.randn(1, 2, 4, 16)},
+    }
+    for match, options in wrong.items():
+        kind = (ValueError, TypeError, NotImplementedError) if is_first else RuntimeError
+        with pytest.raises(kind, match=match if is_first else f"^process 0 .* raised: .*{match}"):
+            attention_with_sharded_kv_cache(**given | (options if is_first else {}), check=True)
+    for options in ({"window": (3, 0)}, {"sinks": torch.zeros(2)}, {"softcap": 1.0}):
+        name = next(iter(options))
+        with pytest.raises(ValueError, match=f"same shapes and options, got .*{name}"):
+            attention_with_sharded_kv_cache(**given | (options if is_first else {}), check=True)
+    with pytest.raises(ValueError, match="^timeout must be None or a positive number"):
+        attention_with_sharded_kv_cache(**given, timeout=0)
+    attention_with_sharded_kv_cache(**given, check=True)
+
+
+def check_absence() -> None:
+    """A process that raises without `check`: the other ends with an error that names the step."""
+    group, begin = dist.new_group(range(WORLD)), time.monotonic()
+    cache, lens = torch.randn(1, 2, 4, 8), torch.tensor([4], dtype=torch.int32)
+    if dist.get_rank():
+        with pytest.raises(RuntimeError, match="the exchange of results failed, another process"):
+            attention_with_sharded_kv_cache(cache, cache, cache, lens, group, timeout=0.5)
+    assert time.monotonic() - begin < 30
+
+
 CHECKS = {name: lambda case=case: check(**case) for name, case in CASES.items()}
-CHECKS |= {"errors": check_errors}
+CHECKS |= {
+    "errors": check_errors,
+    "errors of one process": check_errors_of_one,
+    "absence": check_absence,
+}
 
 
 @pytest.mark.parametrize("name", CHECKS)
