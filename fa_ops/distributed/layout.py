@@ -277,15 +277,15 @@ def joined(parts: list[Tensor], segments, dim: int) -> Tensor:
     return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], dim)
 
 
-def separated(x: Tensor, segments, dim: int) -> list[Tensor]:
-    """The reverse of `joined`: the tokens of each process."""
+def separated(x: Tensor, segments, dim: int) -> list[list[Tensor]]:
+    """The reverse of `joined`: the pieces of each process's tokens, in the order of its tokens."""
     pieces = sorted((piece, rank) for rank, held in enumerate(segments) for piece in held)
     parts: list[list[Tensor]] = [[] for _ in segments]
     at = 0
     for (start, stop), rank in pieces:
         parts[rank].append(x.narrow(dim, at, stop - start))
         at += stop - start
-    return [torch.cat(part, dim) if part else x.narrow(dim, 0, 0) for part in parts]
+    return [part or [x.narrow(dim, 0, 0)] for part in parts]
 
 
 def _layout_of(

@@ -106,7 +106,7 @@ def _to_heads(
 ) -> tuple[Tensor, ...]:
     """(B, H, local tokens, ...) of all heads to (B, local heads, tokens, ...)."""
     sent = [
-        [x[:, _heads(split, rank, is_key)] for x, is_key in zip(tensors, are_keys)]
+        [[x[:, _heads(split, rank, is_key)]] for x, is_key in zip(tensors, are_keys)]
         for rank in range(split.members.size)
     ]
     mine = [_heads(split, split.members.rank, is_key) for is_key in are_keys]
@@ -125,24 +125,29 @@ def _to_tokens(split: HeadSplit, tensors, are_keys, what: str) -> tuple[Tensor, 
     size, shapes = split.members.size, []
     apart = [separated(x, split.tokens(is_key), 2) for x, is_key in zip(tensors, are_keys)]
     sent = [[parts[rank] for parts in apart] for rank in range(size)]
-    mine = sent[split.members.rank]
+    mine = [sum(piece.shape[2] for piece in pieces) for pieces in sent[split.members.rank]]
     for rank in range(size):
         heads = [_heads(split, rank, is_key) for is_key in are_keys]
         shapes.append([
-            (x.shape[0], h.stop - h.start, *x.shape[2:]) for x, h in zip(mine, heads)
+            (x.shape[0], h.stop - h.start, tokens, *x.shape[3:])
+            for x, h, tokens in zip(tensors, heads, mine)
         ])  # fmt: skip
     received = _all_to_all(split, sent, shapes, what)
-    results = []
-    for n, (x, is_key) in enumerate(zip(tensors, are_keys)):
-        parts = [pieces[n] for pieces in received]
-        if not is_key:
-            results.append(torch.cat(parts, 1))
-            continue
-        total = x.new_zeros(x.shape[0], split.Hkv, *parts[0].shape[2:], dtype=sum_dtype(x))
-        for rank, part in enumerate(parts):
-            total[:, split.key_heads(rank)].add_(part)
-        results.append(total.to(x.dtype))
-    return tuple(results)
+    parts = [[of_rank[n] for of_rank in received] for n in range(len(tensors))]
+    return tuple(
+        _summed_keys(split, x) if is_key else torch.cat(x, 1) for x, is_key in zip(parts, are_keys)
+    )
+
+
+def _summed_keys(split: HeadSplit, parts: list[Tensor]) -> Tensor:
+    """Gradients of all key heads, given those that each process had; of shared heads the sum."""
+    if sum(part.shape[1] for part in parts) == split.Hkv:
+        return torch.cat(parts, 1)
+    x = parts[0]
+    total = x.new_zeros(x.shape[0], split.Hkv, *x.shape[2:], dtype=sum_dtype(x))
+    for rank, part in enumerate(parts):
+        total[:, split.key_heads(rank)].add_(part)
+    return total.to(x.dtype)
 
 
 def _heads(split: HeadSplit, rank: int, is_key: bool) -> slice:
@@ -150,36 +155,52 @@ def _heads(split: HeadSplit, rank: int, is_key: bool) -> slice:
 
 
 def _all_to_all(split: HeadSplit, sent: list, shapes: list, what: str) -> list[list[Tensor]]:
-    """Exchange a list of tensors with each process, in one message for each dtype."""
-    received: list[list] = [[None] * len(parts) for parts in sent]
-    for dtype in dict.fromkeys(x.dtype for x in sent[0]):
-        chosen = [n for n, x in enumerate(sent[0]) if x.dtype == dtype]
-        flat = [torch.cat([parts[n].reshape(-1) for n in chosen]) for parts in sent]
-        sizes = [[_elements(from_one[n]) for n in chosen] for from_one in shapes]
-        arrived = flat[0].new_empty(sum(map(sum, sizes)))
-        pieces = arrived.split([sum(s) for s in sizes])
-        _exchange(split, flat, arrived, pieces, what)
-        for rank, parts in enumerate(pieces):
-            for n, part in zip(chosen, parts.split(sizes[rank]), strict=True):
+    """Exchange tensors with each process, in one message for each dtype.
+
+    `sent[rank]` has the tensors for a process, each in pieces along the dimension of tokens, and
+    `shapes[rank]` the shapes of those that it sends.
+    """
+    received: list[list] = [[None] * len(tensors) for tensors in sent]
+    for dtype in dict.fromkeys(pieces[0].dtype for pieces in sent[0]):
+        chosen = [n for n, pieces in enumerate(sent[0]) if pieces[0].dtype == dtype]
+        whole, messages = _packed([[tensors[n] for n in chosen] for tensors in sent])
+        sizes = [[_elements(of_rank[n]) for n in chosen] for of_rank in shapes]
+        arrived = whole.new_empty(sum(map(sum, sizes)))
+        arriving = arrived.split([sum(s) for s in sizes])
+        _exchange(split, (whole, messages), (arrived, arriving), what)
+        for rank, message in enumerate(arriving):
+            for n, part in zip(chosen, message.split(sizes[rank]), strict=True):
                 received[rank][n] = part.view(shapes[rank][n])
     return received
 
 
-def _exchange(split: HeadSplit, sent: list, arrived: Tensor, pieces: tuple, what: str) -> None:
-    """Send each process its part, and wait for those of all, which `arrived` consists of."""
-    members = split.members
+def _packed(sent: list[list[list[Tensor]]]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The messages for each process, in one piece of memory, to which everything is copied once."""
+    sizes = [[sum(x.numel() for x in pieces) for pieces in tensors] for tensors in sent]
+    whole = sent[0][0][0].new_empty(sum(map(sum, sizes)))
+    messages = whole.split([sum(s) for s in sizes])
+    for message, tensors, lengths in zip(messages, sent, sizes, strict=True):
+        for there, pieces in zip(message.split(lengths), tensors, strict=True):
+            shape = list(pieces[0].shape)
+            shape[2] = sum(x.shape[2] for x in pieces)
+            torch.cat(pieces, 2, out=there.view(shape))
+    return whole, messages
+
+
+def _exchange(split: HeadSplit, sent: tuple, received: tuple, what: str) -> None:
+    """Send each process its message, and wait for those of all; both with the whole of them."""
+    members, (whole, messages), (arrived, arriving) = split.members, sent, received
     if arrived.is_cuda:
-        whole = torch.cat(sent)
-        work = dist.all_to_all_single(
-            arrived, whole, [len(x) for x in pieces], [len(x) for x in sent], group=members.group,
-            async_op=True,
-        )  # fmt: skip
+        sizes = [[len(x) for x in pieces] for pieces in (arriving, messages)]
+        work = dist.all_to_all_single(arrived, whole, *sizes, group=members.group, async_op=True)
         Waiting([work], [whole], what, split.timeout).wait()
         return
     # gloo's all-to-all does not end before the group's timeout where a process is missing
-    pieces[members.rank].copy_(sent[members.rank])
+    arriving[members.rank].copy_(messages[members.rank])
     others = [rank for rank in range(members.size) if rank != members.rank]
-    sends, receives = ([(rank, x[rank]) for rank in others if len(x[rank])] for x in (sent, pieces))
+    sends, receives = (
+        [(rank, x[rank]) for rank in others if len(x[rank])] for x in (messages, arriving)
+    )
     Exchange(members, split.timeout).start(sends, receives, what).wait()
 
 

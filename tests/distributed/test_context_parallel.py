@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa_ops
 from fa_ops.distributed import (
@@ -25,9 +26,11 @@ from fa_ops.distributed import (
     requests,
     shard,
     stepwise,
+    ulysses,
     unshard,
     whole_heads,
 )
+from fa_ops.distributed import layout as layouts
 from tests.distributed.context_cases import ContextCase, assert_case_right
 from tests.distributed.random_calls import run_cases
 
@@ -132,6 +135,37 @@ def sent_elements(function) -> int:
     with mock.patch.object(exchange.Exchange, "start", start):
         function()
     return sum(sent)
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements that copies write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **kwargs or {})
+        if operator.overloadpacket.__name__ in ("cat", "copy_", "clone", "_to_copy", "add_"):
+            self.elements += result.numel()
+        return result
+
+
+def check_copies_of_heads() -> None:
+    """Heads are copied into their messages once, and once out of them, forward and backward."""
+    tensors = inputs(requires_grad=True)
+    layout = layouts.zigzag_layout(8 * WORLD, WORLD).segments
+    split = ulysses.HeadSplit(layouts.groups_of(None)[0], layout, layout, 4, 4)
+    q, k, v = tensors[0], *(x.repeat_interleave(2, 1) for x in tensors[1:])
+    size = 3 * q.numel()
+    once_and_own = 2 * size + size // WORLD  # gloo has no message to the process itself
+    with Written() as written:
+        found = ulysses.ToHeads.apply(q, k, v, split)
+    assert written.elements == once_and_own
+    grads = [torch.ones_like(x) for x in found]
+    with Written() as written:
+        torch.autograd.grad(found, (q, k, v), grads)
+    assert written.elements == once_and_own
 
 
 def check_skipped_steps() -> None:
@@ -440,6 +474,7 @@ CHECKS |= {
     "bits of documents": check_bits_of_documents,
     "chunks of one token": check_chunks_of_one_token,
     "repeatable": check_repeatable,
+    "copies of heads": check_copies_of_heads,
     "skipped steps": check_skipped_steps,
     "layouts": check_layouts,
     "layouts of documents": check_layouts_of_documents,
