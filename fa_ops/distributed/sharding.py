@@ -65,8 +65,11 @@ def _axis(call_axes: dict, name: str, x: Tensor, role: int | None) -> int | None
     if axis is None or (name in axes.SCALES and x.dim() < 2):
         return None
     axis -= axes.RANKS.get(name, x.dim()) - x.dim()
-    is_broadcast = axis < 0 or (role in axes.BROADCAST.get(name, ()) and x.shape[axis] == 1)
-    return None if is_broadcast else axis
+    if axis < 0:
+        return None
+    # slopes of one row are those of a batch of one, of which some shards have nothing
+    can_broadcast = name != "alibi_slopes" and role in axes.BROADCAST.get(name, ())
+    return None if can_broadcast and x.shape[axis] == 1 else axis
 
 
 def _rows_alone(operator: OpOverload, call: dict, local: dict, roles: list) -> dict:

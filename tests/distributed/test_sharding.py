@@ -98,6 +98,29 @@ def check_rows(mesh, compiled: bool) -> None:
         assert_same(actual.grad, single.grad)
 
 
+def check_batch_of_one(mesh) -> None:
+    """One process has the row, with its slopes, and the others nothing."""
+    tensors = [torch.randn(1, H, 5, 8, requires_grad=True) for H in (4, 2, 2)]
+    options = {
+        "alibi_slopes": torch.rand(1, 4), "kv_lens": torch.tensor([4], dtype=torch.int32),
+        "attn_mask": torch.rand(1, 4, 5, 5) > 0.2,
+    }  # fmt: skip
+    expected = fa_ops.attention(*tensors, **options)
+    expected.sin().sum().backward()
+    placements = (Shard(0), Shard(2), Shard(0))
+    sharded = [
+        distribute_tensor(x.detach(), mesh, [p]).requires_grad_()
+        for x, p in zip(tensors, placements)
+    ]
+    out = fa_ops.attention(*sharded, **options)
+    assert out.placements == (Shard(0),)
+    out.sin().sum().backward()
+    for actual, single in zip((out, *sharded), (expected, *tensors)):
+        assert_same(actual, single.detach())
+    for actual, single in zip(sharded, tensors):
+        assert_same(actual.grad, single.grad)
+
+
 def check_length_compiled(mesh) -> None:
     tensors = [torch.randn(2, 4, S, 8, requires_grad=True) for S in (6, 8, 8)]
     attend = lambda q, k, v: fa_ops.attention(q, k, v, is_causal=True)  # noqa: E731
@@ -230,6 +253,7 @@ CHECKS = {
     "batch, compiled": lambda: check_attention(mesh(), Shard(0), True),
     "heads, compiled": lambda: check_attention(mesh(), Shard(1), True),
     "length, compiled": lambda: check_length_compiled(mesh()),
+    "batch of one": lambda: check_batch_of_one(mesh()),
     "rows": lambda: check_rows(mesh(), False),
     "rows, compiled": lambda: check_rows(mesh(), True),
     "packed length": lambda: check_packed_length(mesh()),
