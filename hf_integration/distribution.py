@@ -21,6 +21,7 @@ from fa_ops.distributed import (
     context_parallel_attention,
     shard,
 )
+from fa_ops.distributed.layout import whole_group
 from hf_integration import key_ranges, latent, packing
 from hf_integration.encodings import MaskArguments, PackingHint
 
@@ -182,15 +183,26 @@ def _whole_positions(batch: Mapping[str, Any]) -> tuple[int, Tensor]:
 
 
 def _layout(layout, tokens: int, positions: Tensor, mesh_or_group) -> str | SequenceLayout:
-    if isinstance(layout, SequenceLayout) or layout in ("zigzag", "contiguous"):
+    if isinstance(layout, SequenceLayout):
         return layout
-    if layout != "auto":
+    if layout not in ("auto", "zigzag", "contiguous"):
         raise ValueError(
             f"layout must be 'auto', 'zigzag', 'contiguous' or a SequenceLayout, got {layout!r}"
         )
-    documents = packing.documents(positions, None) if positions.shape[0] == 1 else None
+    documents = None
+    if layout == "auto":
+        documents = packing.documents(positions, None) if positions.shape[0] == 1 else None
+        layout = "zigzag"
+    _, _, size = whole_group(mesh_or_group)
+    count = 2 * size if layout == "zigzag" and documents is None else size
+    if tokens % count:
+        order = "packed documents" if documents is not None else f"{layout} order"
+        raise ValueError(
+            f"batch must have a multiple of {count} tokens, for {size} processes and {order}, got "
+            f"{tokens}: pad it"
+        )
     if documents is None:
-        return "zigzag"
+        return layout
     return balanced_layout(tokens, mesh_or_group, is_causal=True, cu_seqlens=documents.q_ends)
 
 

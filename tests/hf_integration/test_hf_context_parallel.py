@@ -82,8 +82,11 @@ def enter(batch: dict, **options) -> None:
 def check_errors() -> None:
     batch, model = batches()["plain"], tiny_models.build("llama")
     ids, packed = batch["input_ids"], batches()["packed"]["position_ids"]
-    with pytest.raises(ValueError, match="x must have a multiple of 4 tokens"):
+    with pytest.raises(ValueError, match="batch must have a multiple of 4 tokens, .* zigzag order"):
         enter({"input_ids": ids[:, :14]})
+    enter({"input_ids": ids[:, :14]}, layout="contiguous")
+    with pytest.raises(ValueError, match="a multiple of 2 tokens, .* packed documents, got 15"):
+        enter({"input_ids": ids[:1, :15], "position_ids": packed[:, :15]})
     with pytest.raises(ValueError, match="batch holds 'pixels', which cannot be distributed"):
         enter(batch | {"pixels": torch.ones(2)})
     with pytest.raises(ValueError, match="labels must have 16 tokens"):
