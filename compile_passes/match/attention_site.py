@@ -11,6 +11,7 @@ from torch import fx
 
 from compile_passes.graph import layout
 from compile_passes.graph.axes import Axis, Dims, Group, all_axes, resolve, sizes_equal
+from compile_passes.graph.ir import example, requires_grad
 from compile_passes.graph.vocabulary import raw_name, read_elsewhere
 from compile_passes.match.match_state import Core, Leaf, MatchedScores, RowStatistic
 from compile_passes.report import Refused
@@ -191,7 +192,16 @@ def _is_unread(node: fx.Node) -> bool:
 
 
 def _check_modes(core: Core) -> None:
-    if len({value.grad for value in (*core.path, core.out)}) > 1:
+    shift = core.weights.scores.shift
+    maximum = set(shift.path) - set(shift.scores.path) if shift else set()  # needs no gradient
+    values = [value for value in (*core.path, core.out) if value not in maximum]
+    nodes = {x for value in values for x in (value.node, *value.node.all_input_nodes)}
+    has_gradient = any(getattr(example(x), "requires_grad", False) for x in nodes)
+    # the caller's mode is known where a result without it would not require grad
+    proofs = (x.grad is None and not x.writes and requires_grad(x) for x in values)
+    caller = True if any(proofs) else None
+    modes = {caller if value.grad is None else value.grad for value in values}
+    if has_gradient and len(modes) > 1:
         raise Refused("a part of it runs under another gradient mode than the rest")
     if core.out.writes:
         raise Refused("the value product writes into another tensor")

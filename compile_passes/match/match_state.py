@@ -161,6 +161,13 @@ class LogWeights(Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
+class DetachedScores(Tracked):
+    """Scores without their gradient, of which only the maximum is used."""
+
+    scores: MatchedScores
+
+
+@dataclasses.dataclass(frozen=True)
 class RowStatistic(Tracked):
     """The log-sum-exp of each row of the scores if `lse`, else a function of their maximum."""
 

@@ -21,6 +21,7 @@ from compile_passes.match.alignment import align, other_operand
 from compile_passes.match.match_state import (
     BiasTerm,
     Core,
+    DetachedScores,
     ExpSum,
     HiddenScores,
     InverseExpSum,
@@ -131,6 +132,8 @@ class Matcher:
         operand_state = self.states.get(x) if isinstance(x, Value) else None
         if isinstance(state, MatchedScores):
             return _apply_to_scores(value, state, name, operand_state)
+        if isinstance(state, DetachedScores):
+            return softmax_rules.detached_maximum(value, state)
         guard = self._guard(value)
         if isinstance(state, MatchedWeights) and guard:
             return guard_rules.without_empty_rows(value, state, guard)
@@ -231,6 +234,8 @@ class Matcher:
             except Refused as refusal:
                 self.misses[value] = str(_mismatch(value, state, refusal).reason)
                 return None
+        if isinstance(state, DetachedScores):
+            state = _mismatch(value, state, softmax_rules.DETACHED)
         if not isinstance(state, MatchedScores):
             written = self._writer_of_scores(value.args.get("input"))
             why = f"{WRITTEN} {written}, which is no mask or bias" if written else NO_SCORES
@@ -348,6 +353,8 @@ def _apply_to_scores(
         return guard_rules.hidden_scores(value, s, name)
     if value.op == "exp":
         return ScoreExps(s.dims, (*s.path, value), s, value)
+    if value.op == "detach":
+        return DetachedScores(s.dims, (*s.path, value), s)
     rule = score_rules.RULES.get(value.op, _unsupported)
     if s.sink and rule not in (_unsupported, *score_rules.ALLOWED_WITH_SINK):
         raise Refused(f"{raw_name(value.node)} is applied to them and their sink")

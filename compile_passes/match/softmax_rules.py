@@ -24,6 +24,7 @@ from compile_passes.match.alignment import (
 )
 from compile_passes.match.match_state import (
     Core,
+    DetachedScores,
     ExpSum,
     FillTerm,
     InverseExpSum,
@@ -41,6 +42,7 @@ from compile_passes.match.zero_one import is_zero_or_one, without_cast
 from compile_passes.report import Refused
 
 NOT_KEYS = "the softmax runs over a batch or head dimension, or over several, not over the keys"
+DETACHED = "detach is applied to them"
 
 
 def check_over_keys(s: MatchedScores, keys: Group) -> None:
@@ -73,6 +75,14 @@ def subtract_row(value: Value, s: MatchedScores, r: RowStatistic) -> State:
     if s.shift:
         raise Refused("they are shifted twice")
     return dataclasses.replace(s, shift=r, path=path)
+
+
+def detached_maximum(value: Value, s: DetachedScores) -> RowStatistic:
+    """The maximum of scores without their gradient."""
+    if value.op not in ("amax", "max"):
+        raise Refused(DETACHED)
+    keys, dims = reduced(value, s.dims, f"{value.op} is applied to them")
+    return RowStatistic(dims, (*s.path, value), s.scores, keys)
 
 
 def row_rule(value: Value, r: RowStatistic, name: str) -> State:

@@ -195,7 +195,7 @@ test_explain.py:25 in weights_returned: not fused: the attention weights are ret
 def test_refused_functions_keep_their_results():
     """With square shapes, where sizes do not identify dimensions."""
     for function in (*REFUSED, eps_below):
-        inputs = qkv(Sq=8, Sk=8)
+        inputs = [x.requires_grad_() for x in qkv(Sq=8, Sk=8)]
         fusion = fuse(function)
         found, expected = (f(*inputs) for f in (fusion.run, function))
         torch.testing.assert_close(found, expected)

@@ -44,6 +44,37 @@ def test_no_gradient_flows_through_no_grad_regions(function):
     check(lambda *inputs: function(torch.no_grad, *inputs), (*qkv(), torch.randn(12, 12)))
 
 
+def hidden_after_the_product(mode, q, k, v):
+    scores = q @ k.mT
+    with mode():
+        hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_a_region_between_product_and_softmax_changes_nothing(train, mode):
+    inputs = [x.requires_grad_(train) for x in qkv()]
+    with torch.set_grad_enabled(train):
+        fusion = fuse(lambda *inputs: hidden_after_the_product(mode, *inputs))
+        out, expected = fusion.run(*inputs), hidden_after_the_product(mode, *inputs)
+    assert fusion.fused == 1 and out.requires_grad == train
+    torch.testing.assert_close(out, expected)
+
+
+def test_bias_without_gradient_gets_none():
+    def attend(q, k, v, bias):
+        with torch.no_grad():
+            scores = q @ k.mT + bias
+        return scores.softmax(-1) @ v
+
+    q, k, v = qkv()
+    bias = torch.randn(12, 12, requires_grad=True)
+    fusion = fuse(attend)
+    fusion.run(q, k, v.requires_grad_(), bias).sum().backward()
+    assert bias.grad is None and v.grad is not None and not fusion.fused
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_weights_without_gradients_are_not_fused(mode):
     def attend(q, k, v):

@@ -63,6 +63,35 @@ def scaled_after_the_maximum_by_hand(q, k, v):
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
+@case("fuse", bhsd())
+def detached_before_the_maximum(q, k, v):
+    s = (q @ k.mT * 0.3).masked_fill(~triangle(), -INF)
+    e = (s - s.detach().float().max(-1, keepdim=True).values).exp()
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+@case("fuse", bhsd())
+def maximum_without_gradient(q, k, v):
+    s = q @ k.mT * 0.3
+    with torch.no_grad():
+        m = s.amax(-1, keepdim=True)
+    e = (s - m).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@case("no_fuse", bhsd())
+def sum_of_detached_scores(q, k, v):
+    s = q @ k.mT * 0.3
+    return (s - s.detach().logsumexp(-1, keepdim=True)).exp() @ v
+
+
+@case("no_fuse", bhsd())
+def exponentials_of_detached_scores_summed(q, k, v):
+    s = q @ k.mT * 0.3
+    m = s.detach().amax(-1, keepdim=True)
+    return ((s - m).exp() / (s.detach() - m).exp().sum(-1, keepdim=True)) @ v
+
+
 @case("no_fuse", with_rows)
 def scores_with_nan_to_num(q, k, v, rows, hidden):
     return (q @ k.mT).masked_fill(hidden, -INF).nan_to_num().softmax(-1) @ v
