@@ -18,7 +18,7 @@ except ImportError as error:
         "hf_integration needs transformers 5.17 or later: pip install 'fa-ops[hf]'"
     ) from error
 
-from hf_integration import decoding, flash_name, gate, hooks
+from hf_integration import decoding, flash_name, gate, hooks, recorded_weights
 from hf_integration.attention import fa_ops_8bit_attention_forward, fa_ops_attention_forward
 from hf_integration.distribution import context_parallel
 from hf_integration.encodings import counts as mask_counts
@@ -60,6 +60,7 @@ def register(as_flash_attention_2: bool = False) -> None:
     gate.install()
     hooks.install_batching()
     hooks.states["padding in decoding"] = decoding.install()
+    hooks.states["weights that layers do not request"] = recorded_weights.state
     for name in (NAME, PAGED):
         AttentionInterface.register(name, fa_ops_attention_forward)
         AttentionMaskInterface.register(name, fa_ops_mask)

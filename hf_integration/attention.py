@@ -21,6 +21,7 @@ from hf_integration import (
     mask_blocks,
     operators,
     paged,
+    recorded_weights,
     rewrites,
     sixteen_bit,
 )
@@ -111,6 +112,7 @@ def fa_ops_attention_forward(
         call = rewrites.without_latents(module, call)
         call = rewrites.with_uniform_tensors(module, call)
         return paged.attention(module, call, cache, kwargs), None
+    output_attentions = output_attentions or recorded_weights.requested()
     mask = _mask_arguments(module, query, key, attention_mask, is_causal)
     distribution.refuse_others(module, attention_mask)
     if distribution.active() is not None:

@@ -52,6 +52,11 @@ class LayerCall(NamedTuple):
 Operator = Callable[[nn.Module, LayerCall], tuple[Tensor, Tensor | None]]
 
 
+@torch.compiler.assume_constant_result  # so that torch.compile warns while it traces
+def _warn_once(message: str) -> None:
+    _logger.warning_once(message)
+
+
 def choose(call: LayerCall) -> Operator:
     """The operator for a call to which all rewrites have been applied."""
     query, mask = call.query, call.mask
@@ -59,7 +64,7 @@ def choose(call: LayerCall) -> Operator:
         reason = _why_not_eight_bit(call)
         if reason is None:
             return quantized
-        _logger.warning_once(f"{reason}: such calls of 'fa_ops_8bit' have 16-bit products.")
+        _warn_once(f"{reason}: such calls of 'fa_ops_8bit' have 16-bit products.")
     if call.documents is not None:
         return packed
     if call.extras.output_attentions:
@@ -169,7 +174,7 @@ def quantized(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
 
 def eager(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
     """Eager attention, for heads that are wider than those of any GPU kernel."""
-    _logger.warning_once(
+    _warn_once(
         f"no GPU kernel has head dimension {max(call.query.shape[-1], call.value.shape[-1])}: such "
         "layers run eager attention, with memory for every weight."
     )
@@ -178,7 +183,7 @@ def eager(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
 
 def with_weights(layer: nn.Module, call: LayerCall) -> tuple[Tensor, Tensor]:
     """Eager attention, which has weights to return."""
-    _logger.warning_once(
+    _warn_once(
         "`output_attentions=True` requests attention weights, which fused attention never forms: "
         "such calls run eager attention, with memory for every weight."
     )

@@ -139,7 +139,8 @@ def test_vision_towers_match_eager_attention(model_type):
     assert_same(build(model_type), pixel_values=pixels)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "t5"])
+# The layers of StableLM and Nemotron do not pass the argument on to the attention function.
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "t5", "stablelm", "nemotron"])
 def test_output_attentions_returns_the_weights_of_eager_attention(model_type):
     model = build(model_type)
     inputs = {"input_ids": tokens(), "attention_mask": padding(side="right")}
@@ -154,6 +155,19 @@ def test_output_attentions_returns_the_weights_of_eager_attention(model_type):
     rows = inputs["attention_mask"].bool()
     for eager, ours in zip(*weights, strict=True):
         torch.testing.assert_close(ours.transpose(1, 2)[rows], eager.transpose(1, 2)[rows])
+
+
+def test_output_attentions_of_layers_that_do_not_pass_the_argument_on():
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    model = build("siglip_vision_model")
+    switch(model, "eager")
+    expected = model(pixels, output_attentions=True).attentions
+    switch(model, "fa_ops")
+    for function in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        found = function(pixels, output_attentions=True).attentions
+        assert len(found) == len(expected) > 0
+        torch.testing.assert_close(found, expected)
+        assert not function(pixels).attentions  # later calls are fused again
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
