@@ -76,7 +76,7 @@ def test_doctor_explains_a_model_type_at_its_full_size():
     assert "22 x fa_ops, backend cpu" in out and "sliding_window 4096" in out
 
 
-@pytest.mark.parametrize("model_type", ["mpt", "codegen"])
+@pytest.mark.parametrize("model_type", ["mpt", "xglm"])
 def test_doctor_shows_models_with_their_own_attention_code(model_type):
     out = doctor("--model", model_type).stdout
     assert "has its own attention code" in out

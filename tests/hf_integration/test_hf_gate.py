@@ -76,7 +76,7 @@ def test_the_error_names_the_import_if_fa_ops_is_imported_first():
     assert_hints(*printed(code))
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "mpt", "codegen", "xglm"])
+@pytest.mark.parametrize("model_type", ["bloom", "mpt", "xglm"])
 def test_a_model_with_its_own_attention_code_keeps_its_default_with_a_warning(model_type):
     config = tiny_models.config(model_type)
     with pytest.warns(UserWarning, match=r"Model has its own attention code.*'eager' is used"):
