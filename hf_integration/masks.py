@@ -104,6 +104,12 @@ def _compact(request: Request, compiling: bool) -> CompactMask:
         raise NotCompact("a mask function of the model itself")
     if isinstance(request.kv_offset, Tensor):
         raise NotCompact("a cache whose first position is on the device")
+    given = request.attention_mask
+    if given is not None and given.dim() != 2:
+        raise ValueError(
+            f"attention_mask must have shape (B, keys) or (B, heads, queries, keys), got "
+            f"{tuple(given.shape)}"
+        )
     mask = _newest_token_mask(request)
     if mask is not None:
         return mask

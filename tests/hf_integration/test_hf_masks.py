@@ -270,6 +270,13 @@ def test_unknown_requests_get_a_dense_mask(reason, changes, monkeypatch):
     assert torch.equal(mask, masking_utils.sdpa_mask(**fields))
 
 
+@pytest.mark.parametrize("shape", [(3, S, S), (S,)])
+def test_masks_that_are_neither_padding_nor_dense_raise(shape):
+    fields = request(BASES["causal"], GEOMETRIES["prefill"], torch.ones(shape, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(B, keys\) or .*, got"):
+        made(fields)
+
+
 def test_cross_attention_ignores_the_length_of_another_cache():
     valid = torch.ones((3, S), dtype=torch.bool)
     fields = request(BASES["bidirectional"], (1, 4, 3, 0), valid, allow_is_bidirectional_skip=True)
