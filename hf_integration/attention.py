@@ -105,12 +105,11 @@ def fa_ops_attention_forward(
     sinks = sinks if s_aux is None else s_aux
     options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
     lens = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if cache is not None or block_indices is not None:
+    if cache is not None or block_indices is not None or paged.is_updated(kwargs):
         _refuse(module, block_indices, cache)
         kwargs |= dict(zip(_LENGTHS, lens, strict=True))
         call = LayerCall(query, key, value, MaskArguments(), sinks, options)
-        call = rewrites.without_latents(module, call)
-        call = rewrites.with_uniform_tensors(module, call)
+        call = rewrites.with_uniform_tensors(module, rewrites.without_latents(module, call))
         return paged.attention(module, call, cache, kwargs), None
     output_attentions = output_attentions or recorded_weights.requested()
     mask = _mask_arguments(module, query, key, attention_mask, is_causal)
@@ -164,7 +163,7 @@ def fa_ops_8bit_attention_forward(
             "attn_implementation='fa_ops_8bit' is for inference: call the model in eval() mode "
             "under torch.no_grad(), or train with 'fa_ops'"
         )
-    if kwargs.get("cache") is not None:
+    if kwargs.get("cache") is not None or paged.is_updated(kwargs):
         raise NotImplementedError(
             "attn_implementation='fa_ops_8bit' has no continuous batching; use 'paged|fa_ops'"
         )
@@ -214,7 +213,7 @@ def _family(
 
 def _refuse(module: nn.Module, block_indices: Tensor | None, cache: object) -> None:
     """Raise NotImplementedError unless the cache is that of continuous batching."""
-    if block_indices is None and paged.is_batch(cache):
+    if block_indices is None and (cache is None or paged.is_batch(cache)):
         return
     name = "cache" if block_indices is None else "block_indices"
     raise NotImplementedError(

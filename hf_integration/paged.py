@@ -1,6 +1,7 @@
 """Attention of continuous batching: sequences packed into one row, keys in pages of a cache.
 
-transformers passes its PagedAttentionCache as a keyword. Steps that only decode also get a block
+transformers passes its PagedAttentionCache as a keyword; from 5.24 on, layers update the cache
+themselves and pass what it adds to their keywords. Steps that only decode also get a block
 table: the pages are then attended in place, and the operator itself writes the new key of each
 sequence. In other steps the cache gathers the keys of all sequences, which are a packed batch.
 """
@@ -37,7 +38,9 @@ def attention(layer: nn.Module, call: LayerCall, cache: object, keywords: dict) 
         "is_causal": True, "scale": options["scale"], "softcap": options["softcap"], "sinks": sinks,
         "window": (int(window) - 1, 0) if window else None,
     }  # fmt: skip
-    if hasattr(cache, "layer_index_to_group_indices"):
+    if cache is None:
+        step = _updated(keywords, key, value)
+    elif hasattr(cache, "layer_index_to_group_indices"):
         step = _before_5_19(layer, key, value, cache, window, keywords)
     else:
         step = _update(layer, key, value, cache, keywords)
@@ -61,10 +64,15 @@ def _update(layer: nn.Module, key, value, cache, keywords: dict) -> Step:
     key, value = cache.update(
         key_states=key, value_states=value, layer_idx=layer.layer_idx, kwargs=filled
     )
+    return _updated(filled, key, value)
+
+
+def _updated(keywords: dict, key, value) -> Step:
+    """The step of a cache that has been updated."""
     pages = None
-    if filled.get("block_table") is not None:
-        pages = Pages(filled["k_cache"], filled["v_cache"], filled["block_table"])
-    return filled["cu_seq_lens_k"].int(), filled["max_length_k"], pages, key, value
+    if keywords.get("block_table") is not None:
+        pages = Pages(keywords["k_cache"], keywords["v_cache"], keywords["block_table"])
+    return keywords["cu_seq_lens_k"].int(), keywords["max_length_k"], pages, key, value
 
 
 def _before_5_19(layer: nn.Module, key, value, cache, window, keywords: dict) -> Step:
@@ -99,6 +107,11 @@ def _decode(
         query, pages.key, pages.value, before, table, key=key, value=value, **options
     )
     return out[:, :, 0][None]
+
+
+def is_updated(keywords: dict) -> bool:
+    """Whether the layer has updated a cache of continuous batching, as transformers 5.24 does."""
+    return keywords.get("write_index") is not None
 
 
 def is_batch(cache: object) -> bool:

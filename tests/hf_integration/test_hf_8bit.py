@@ -125,8 +125,9 @@ def test_training_is_refused(model):
     q = torch.randn(1, 2, 20, 8)
     with pytest.raises(ValueError, match="is for inference"):
         hf_integration.fa_ops_8bit_attention_forward(layer, q, q, q, dropout=0.1)
-    with pytest.raises(NotImplementedError, match="has no continuous batching"):
-        hf_integration.fa_ops_8bit_attention_forward(layer, q, q, q, cache=object())
+    for keywords in ({"cache": object()}, {"write_index": torch.arange(20)}):
+        with pytest.raises(NotImplementedError, match="has no continuous batching"):
+            hf_integration.fa_ops_8bit_attention_forward(layer, q, q, q, **keywords)
 
 
 def test_a_mask_with_holes_has_16_bit_products_and_a_warning(calls, monkeypatch):
