@@ -3,6 +3,7 @@
 import pytest
 from transformers import CONFIG_MAPPING
 
+import hf_integration  # noqa: F401  registers the name
 from tests.evaluation.hf_sweep import run
 from tests.evaluation.hf_sweep.scenarios import SCENARIOS
 
