@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from fa_ops.cli import smollm
 from tests.evaluation.hf_sweep import inputs as make
 
 NEW_TOKENS = 4
@@ -72,13 +73,14 @@ def static_leftpad(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
 
 def chunked(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
     """A prefill in two chunks, the second of which attends the cache of the first."""
-    _need(model, "past_key_values")
+    cache_argument = smollm.cache_argument(type(model))
+    _need(model, cache_argument)
     if getattr(model.config, "is_encoder_decoder", False) or not model.can_generate():
         raise Skip("not a decoder")
     ids, cache = make.tokens(), DynamicCache(config=model.config)
     with torch.no_grad():
-        first = model(ids[:, :7], past_key_values=cache, use_cache=True)
-        second = model(ids[:, 7:], past_key_values=first.past_key_values, use_cache=True)
+        first = model(ids[:, :7], use_cache=True, **{cache_argument: cache})
+        second = model(ids[:, 7:], use_cache=True, **{cache_argument: cache})
     return {"first": first.logits, "second": second.logits}
 
 
@@ -118,7 +120,7 @@ def sink(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
 
 def packed(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
     """Two documents in one row, separated by their positions."""
-    _need(model, "position_ids", "past_key_values")
+    _need(model, "position_ids", smollm.cache_argument(type(model)))
     if getattr(model.config, "is_encoder_decoder", False):
         raise Skip("not a decoder")
     positions = torch.cat([torch.arange(n) for n in (5, 7)])[None]
@@ -220,7 +222,7 @@ def _need(model: PreTrainedModel, *names: str) -> None:
 
 
 # Caches, and weights, which only eager attention returns by default.
-_SKIPPED = ("past_key_values", "cache_params", "attentions")
+_SKIPPED = ("cache", "past_key_values", "cache_params", "attentions")
 
 
 def _flat(out) -> dict[str, Tensor]:
