@@ -6,8 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fa_ops.backends.hopper import compiler, dense_forward, warm
-from fa_ops.backends.hopper.configs import forward_config
+from fa_ops.backends.hopper import compiler, dense_backward, dense_forward, warm
+from fa_ops.backends.hopper.configs import backward_config, forward_config
 from fa_ops.cli import app
 
 
@@ -74,6 +74,19 @@ def test_kernels_with_8_bit_products_are_compiled_on_request(folder, nvrtc, monk
     assert "74 kernels compiled" in result.output
 
 
+def test_kernels_of_wide_heads_are_those_that_calls_launch():
+    variants = list(warm.variants([512], [torch.bfloat16]))
+    kinds = [v.kind for v in variants if v.kind not in ("append", "mla")]
+    assert kinds == ["forward_wide"] * 4 + ["backward"] * 6
+    config, features = backward_config(512, 512), {"window": True, "split": True}
+    defines = dense_backward.kernel_defines(config, torch.bfloat16, **features)
+    entries = tuple(entry.name for entry in dense_backward.entries_of(config, defines))
+    assert warm.Variant("backward", entries, defines) in variants
+    assert not {v.kind for v in warm.eight_bit_variants([512], [torch.bfloat16])} - {
+        "append", "dequantize",
+    }  # fmt: skip
+
+
 def test_variants_are_distinct():
     variants = list(warm.variants())
     assert len(variants) == 2 * (4 * (4 + 3 + 3 + 6) + 6 + 3 + 8 + 3)
@@ -84,7 +97,7 @@ def test_variants_are_distinct():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--head-dim", "65"], "--head-dim must be a multiple of 8 from 8 to 256, got 65"),
+        (["--head-dim", "65"], "--head-dim must be a multiple of 8 from 8 to 512, got 65"),
         (["--dtype", "float32"], "--dtype must be one of bfloat16, float16, got 'float32'"),
     ],
 )

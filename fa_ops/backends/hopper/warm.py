@@ -29,9 +29,10 @@ from fa_ops.backends.hopper.configs import (
 )
 from fa_ops.backends.hopper.decode_configs import decode_config, mla_config
 from fa_ops.backends.hopper.launch import Entry
-from fa_ops.types import NO_SCALES, PAGE_SCALES, ROW_SCALES
+from fa_ops.backends.hopper.problem import MAX_NARROW_DIM
+from fa_ops.types import MAX_HEAD_DIM, NO_SCALES, PAGE_SCALES, ROW_SCALES
 
-HEAD_DIMS = tuple(range(8, 257, 8))
+HEAD_DIMS = tuple(range(8, MAX_HEAD_DIM + 1, 8))
 COMMON_HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 # full, causal, with a window, with key ranges
@@ -53,13 +54,14 @@ def variants(
     """The kernels of calls without dense masks, dropout, softcap, ALiBi and sinks.
 
     These are forward, backward, causal prefill of a cache, decoding with up to 8 queries of a KV
-    head, decoding over a latent cache, and what writes new keys to a cache.
+    head, decoding over a latent cache, and what writes new keys to a cache. Over 256 features there
+    are no kernels that attend a cache.
     """
     for dtype in dtypes:
         yield from _appends(dtype, dtype)
     for D, dtype in itertools.product(head_dims, dtypes):
         yield from _forwards(D, dtype)
-        for page in _PAGES:
+        for page in _PAGES if D <= MAX_NARROW_DIM else ():
             config = forward_config(D, D, page=page)
             defines = dense_forward.kernel_defines(config, dtype, window=True, kv_lens=True)
             yield Variant("forward", ("forward",), defines)
@@ -99,7 +101,7 @@ def _forwards(D: int, dtype: torch.dtype) -> Iterator[Variant]:
     config = forward_config(D, D)
     for features in _FORWARDS:
         defines = dense_forward.kernel_defines(config, dtype, **features)
-        yield Variant("forward", ("forward",), defines)
+        yield Variant(config.kernel, (config.kernel,), defines)
 
 
 def eight_bit_variants(
@@ -113,7 +115,8 @@ def eight_bit_variants(
     for dtype in dtypes:
         yield Variant("dequantize", ("dequantize",), dequantize.kernel_defines(dtype))
         yield from _appends(dtype, dequantize.E4M3)
-    for D, dtype, page in itertools.product(head_dims, dtypes, _PAGES):
+    narrow = [D for D in head_dims if D <= MAX_NARROW_DIM]
+    for D, dtype, page in itertools.product(narrow, dtypes, _PAGES):
         for scales in (NO_SCALES, ROW_SCALES, PAGE_SCALES)[: 3 if page else 2]:
             config = decode_config(D, D, 8, page, is_e4m3=True, scales=scales)
             defines = decode.kernel_defines(config, dtype, paged=page > 0)
