@@ -26,4 +26,4 @@ def requested() -> bool:
     # A model that is compiled as a whole sets the global variable, as torch.compile cannot trace
     # context variables. Layers that are compiled on their own read None.
     collected = _collector.global_var if torch.compiler.is_compiling() else _collector.get()
-    return bool(collected) and any(name.endswith("attentions") for name in collected)
+    return collected is not None and any(name.endswith("attentions") for name in collected)
