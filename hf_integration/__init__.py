@@ -60,7 +60,7 @@ def register(as_flash_attention_2: bool = False) -> None:
     gate.install()
     hooks.install_batching()
     hooks.states["padding in decoding"] = decoding.install()
-    hooks.states["weights that layers do not request"] = recorded_weights.state
+    hooks.states["output_attentions that layers do not pass on"] = recorded_weights.state
     for name in (NAME, PAGED):
         AttentionInterface.register(name, fa_ops_attention_forward)
         AttentionMaskInterface.register(name, fa_ops_mask)

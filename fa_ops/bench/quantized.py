@@ -2,8 +2,8 @@
 
 A whole call of `quantized_attention` starts from 16-bit tensors, so that quantisation counts. Calls
 of e4m3 tensors, ours and those of FlashAttention 3 and FlashInfer, start from numbers and scales
-that are there; all transpose the values. On a GPU a profile tells the time of the attention kernel,
-the longest one of a call, from that of the others.
+that are there; all transpose the values. On a GPU a profile separates the time of the attention
+kernel, the longest one of a call, from that of the others.
 """
 
 from __future__ import annotations
