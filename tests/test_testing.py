@@ -201,3 +201,14 @@ def test_naive_gradients_are_finite_where_a_sink_has_all_the_weight():
     solution = budget._Solution("naive", case, budget._copies(*inputs, torch.float16))
     solution.differentiate(case.grad_outputs(*solution.results.values()))
     assert all(x.isfinite().all() for x in solution.results.values())
+
+
+def test_the_flash_baseline_rounds_weights_relative_to_the_largest():
+    """One key beside a sink: its weight is less than one, and not rounded."""
+    case = make_case(Sk=1, D=8, Dv=8, sinks=True, dtype=torch.float64)
+    exact, _ = reference.dense(*case.fresh())
+    rounded, _ = flash(*case.fresh(), dtype=torch.bfloat16)
+    torch.testing.assert_close(rounded, exact, atol=1e-14, rtol=1e-14)
+    assert (naive(*case.fresh(torch.bfloat16))[0] - exact).abs().max() > 1e-4
+    without_keys, _ = flash(*make_case(Sk=0, D=8, Dv=8).fresh(), dtype=torch.bfloat16)
+    assert not without_keys.any()

@@ -46,11 +46,19 @@ def _attend(q, k, v, spec: Spec, first_batch: int, products, weights) -> tuple[T
 
 
 class _RoundedWeights(torch.autograd.Function):
-    """Round values to `dtype`; pass gradients through unchanged."""
+    """Round weights to `dtype`, relative to the largest of the row; pass gradients unchanged.
+
+    A flash kernel divides by the sum of weights after the product with the values, so the weight of
+    the largest score is exactly one and the others are rounded as multiples of it.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype).to(x.dtype)
+    def forward(ctx, p: Tensor, dtype: torch.dtype) -> Tensor:
+        if p.shape[-1] == 0:
+            return p.clone()
+        largest = p.amax(-1, keepdim=True)
+        largest = largest.where(largest > 0, 1.0)
+        return (p / largest).to(dtype).to(p.dtype) * largest
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
