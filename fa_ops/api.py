@@ -302,7 +302,7 @@ def merge_states(
 
 def dropout_seed(query: Tensor, dropout_p: float) -> Tensor | None:
     """A seed from torch's generator; None where the probability is 0 or out of range."""
-    need_number("dropout_p", dropout_p)
+    need_number("dropout_p", 0.0 if dropout_p is False else dropout_p)  # SDPA accepts False for 0
     if not 0.0 < dropout_p < 1.0:
         return None
     if is_proxy(need_tensor("query", query)):

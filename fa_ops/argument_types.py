@@ -88,7 +88,7 @@ def sides(window: Window | None) -> tuple[int, int]:
     return _side(left), _side(right)
 
 
-def _side(side: int | bool | None) -> int:
+def _side(side: int | None) -> int:
     if side is None:
         return -1
     side = bounded(side if isinstance(side, torch.SymInt) else int(side))
@@ -110,8 +110,8 @@ def need_int(name: str, value: object, kind: str = "an int") -> int:
 
 
 def is_int(value: object) -> bool:
-    """Whether it is an int of Python, of torch.compile or of NumPy."""
-    return isinstance(value, _INT)
+    """Whether it is an int of Python, of torch.compile or of NumPy, and not a bool."""
+    return isinstance(value, _INT) and not isinstance(value, bool)
 
 
 def _short(value: int) -> str:
@@ -125,8 +125,8 @@ def need_bool(name: str, value: object) -> None:
 
 
 def need_number(name: str, value: object) -> float:
-    """The value, a float in place of an int; raises TypeError if it is no number."""
-    if not isinstance(value, _NUMBER):
+    """The value, a float in place of an int; raises TypeError if it is a bool or no number."""
+    if not isinstance(value, _NUMBER) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if type(value) is not int:
         return value

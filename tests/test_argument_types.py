@@ -157,7 +157,10 @@ WRONG = {
     "Tensor": ["a", 1.5, [1], np.ones(3)],
     "str": ["a", "", np.ones(3), torch.ones(3)],
     "torch.dtype": ["a", 1.5, None],
+    "Window": [3, "ab", (1,), (1, 2, 3), ("a", 0), (1.5, 0), (0, torch.ones(3))],
 }
+# A bool is a number for flash-attn, and so is False for SDPA's probability of dropout.
+BOOLS = {"int": [False, True], "float": [False, True], "Window": [(False, 1), (1, True)]}
 # Other words of the errors of functions that hand an argument on.
 ALSO = {
     "q": "query",
@@ -189,12 +192,14 @@ IGNORED = {
 }
 
 
-def wrong_values(parameter: inspect.Parameter) -> list:
+def wrong_values(function: Callable, parameter: inspect.Parameter) -> list:
     """Values of no type that the annotation names."""
     kinds = {kind.strip() for kind in str(parameter.annotation).split("|")}
     kinds = {"int" if kind == "Offsets" else kind for kind in kinds}
     known = [kind for kind in WRONG if kind in kinds and "torch.device" not in kinds]
     values = WRONG[known[0]] if known else []
+    if known and ".compat." not in function.__module__ and parameter.name != "dropout_p":
+        values = values + BOOLS.get(known[0], [])
     if "int" in kinds and "Tensor" in kinds:
         values = ["a", 1.5, [1]]
     may_be_none = "None" in kinds or "max_seqlen" in parameter.name or (
@@ -208,7 +213,7 @@ def test_other_types_are_refused_by_name(call):
     function, arguments = CALLS[call]
     function(**arguments())
     for name, parameter in inspect.signature(function).parameters.items():
-        for value in wrong_values(parameter) if (call, name) not in IGNORED else ():
+        for value in wrong_values(function, parameter) if (call, name) not in IGNORED else ():
             with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
                 function(**arguments() | {name: value})
             text = str(error.value)
@@ -223,3 +228,12 @@ def test_layouts_without_strides_are_refused_by_name(name):
     sparse = tensors | {name: tensors[name].to_sparse()}
     with pytest.raises(TypeError, match=f"{name} must be a strided Tensor, got .*sparse_coo"):
         fa_ops.attention(**sparse)
+
+
+@pytest.mark.parametrize("zero", [False, np.bool_(False), torch.tensor(False)])
+def test_flash_attn_takes_bools_for_numbers_and_sdpa_false_for_no_dropout(zero):
+    wanted = two.flash_attn_func(**flash(), window_size=(1, 0)).shape
+    options = {"dropout_p": zero, "window_size": (True, zero), "softcap": zero}
+    assert two.flash_attn_func(**flash(), **options).shape == wanted
+    assert fa_ops.attention(**dense(), dropout_p=False).shape == (2, 4, 6, 8)
+    assert fa_ops.attention_varlen(**pages(), dropout_p=False).shape == (6, 4, 8)

@@ -230,6 +230,9 @@ FUNCTION_ONLY = {
     "fractional window": Bad(
         {"window": (1.5, 2)}, T, "window must hold ints or None, got (1.5, 2)"
     ),
+    "window of bools": Bad(
+        {"window": (True, False)}, T, "window must hold ints or None, got (True, False)"
+    ),
     "window of more than 64 bits": Bad(
         {"window": (-(2**64), 0)},
         V,

@@ -63,7 +63,7 @@ def arguments(
         dispatch.check_name(options["backend"])
     need_bool("is_causal", options["is_causal"])
     need_bool("deterministic", deterministic)
-    if need_number("dropout_p", dropout_p):
+    if need_number("dropout_p", 0.0 if dropout_p is False else dropout_p):
         raise ValueError(f"dropout_p must be 0 with page_table, got {dropout_p}")
     if kv_lens is None:
         kv_lens = _lengths(query, cu_seqlens_k, page_table)

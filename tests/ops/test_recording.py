@@ -151,13 +151,6 @@ def test_sinks_or_a_mask_alone(name):
         assert_equal(*grads)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_sides_of_a_window_that_are_bools(backend):
-    """Integers to Python, and to the operator's schema; not to arithmetic with masks."""
-    call = partial(fa_ops.attention, *qkv(), window=(True, False), backend=backend)
-    assert_equal([call()], [by_operator(*call.args, window=(1, 0), backend=backend)])
-
-
 def test_one_tensor_for_all_three():
     x = torch.randn(1, 2, 6, 8, requires_grad=True)
     grads = [

@@ -14,12 +14,13 @@ Window = tuple[int | None, int | None]
 
 
 def scalar(value: object) -> object:
-    """A Python number in place of a 0-d tensor or a NumPy number."""
+    """A Python number in place of a bool, a 0-d tensor or a NumPy number."""
     if isinstance(value, float):
         return float(value)  # of NumPy's subclass
-    if isinstance(value, int):  # of Dynamo too, which cannot look for attributes of sizes
-        return value
-    return value.item() if getattr(value, "ndim", None) == 0 else value
+    # of Dynamo too, which cannot look for attributes of sizes
+    if not isinstance(value, int) and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    return int(value) if isinstance(value, bool) else value
 
 
 def flag(name: str, value: object) -> bool:
