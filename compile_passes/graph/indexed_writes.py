@@ -1,5 +1,6 @@
-"""Writes to a part of the scores by index, as operations on all of them: `s[..., 9:] = -inf` is a
-mask, and `s[:, :, 1:, 1:] += bias` adds a bias that is padded with zeros.
+"""Writes to a part of the scores, as operations on all of them: `s[..., 9:] = -inf` and
+`s.diagonal(0, -2, -1).fill_(-inf)` are masks, `s[:, :, 1:, 1:] += bias` adds a bias that is padded
+with zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from compile_passes.graph.axes import sizes_equal
 from compile_passes.graph.inserter import NodeInserter
 from compile_passes.graph.ir import example
 from compile_passes.graph.rewritten_nodes import RewrittenNodes, RewrittenWrite, attempt
-from compile_passes.graph.vocabulary import bind, operation
+from compile_passes.graph.vocabulary import bind, operation, raw_name
 
 # Operations whose result is a new tensor, not a view of another.
 _NEW_TENSORS = frozenset("matmul einsum baddbmm mul div add sub neg tanh masked_fill where".split())
@@ -39,12 +40,14 @@ class IndexedWrite(NamedTuple):
 
 def rewrite_indexed_writes(graph: fx.Graph) -> list[RewrittenNodes]:
     """Write all that set a part of a tensor to a number, or add to a part, without an index."""
-    writes = [node for node in graph.nodes if node.target is operator.setitem]
+    writes = [node for node in graph.nodes if node.target in (operator.setitem, "fill_")]
     found = [made for made in (attempt(_without_index, node) for node in writes) if made]
     return list(reversed(found))  # each may read the result of those before it
 
 
 def _without_index(node: fx.Node) -> RewrittenNodes | None:
+    if node.target == "fill_":
+        return _filled_diagonal(node)
     write = _indexed_write(node)
     if write is None:
         return None
@@ -126,6 +129,26 @@ def _filled(write: IndexedWrite) -> RewrittenNodes | None:
         mask = inserter.function(operator.and_, mask, condition) if mask else condition
     out = inserter.method("masked_fill", write.target, mask, write.value)
     return _replaced(write, inserter, out, [write.node])
+
+
+def _filled_diagonal(node: fx.Node) -> RewrittenNodes | None:
+    """A number on a diagonal of the last two dimensions."""
+    part, *numbers = node.args
+    is_diagonal = part.op.startswith("call") and raw_name(part) == "diagonal"
+    if not is_diagonal or node.users or len(part.users) != 1 or len(numbers) != 1:
+        return None
+    given = bind(part, "input offset dim1 dim2")
+    target, offset = given["input"], given.get("offset", 0)
+    x, order = example(target), {n: i for i, n in enumerate(node.graph.nodes)}
+    dims = [given.get(name, default) % x.dim() for name, default in (("dim1", 0), ("dim2", 1))]
+    last_two = dims == [x.dim() - 2, x.dim() - 1] and _are_static((*x.shape[-2:], offset))
+    if not last_two or not x.dtype.is_floating_point or not is_new(target, order):
+        return None
+    inserter = NodeInserter(node.graph, node)
+    mask = inserter.function(torch.ones, *x.shape[-2:], dtype=torch.bool, device=x.device)
+    mask = inserter.method("tril", inserter.method("triu", mask, offset), offset)
+    out = inserter.method("masked_fill", target, mask, *numbers)
+    return _replaced(IndexedWrite(node, target, [], *numbers), inserter, out, [part, node])
 
 
 def _is_static(x: object, size: object) -> bool:

@@ -137,6 +137,43 @@ def written_number_of_a_tensor(q, k, v):
 
 
 @case("fuse", bhsd())
+def filled_diagonal(q, k, v):
+    """No query attends itself."""
+    s = q @ k.mT * 0.3
+    torch.diagonal(s, dim1=-2, dim2=-1).fill_(-INF)
+    return s.softmax(-1) @ v
+
+
+@case("fuse", lambda: (randn(S, D), randn(7, D), randn(7, D)))
+def filled_diagonal_above(q, k, v):
+    s = q @ k.mT * 0.3
+    s.diagonal(2).fill_(-INF)
+    return s.softmax(-1) @ v
+
+
+@case("fuse", bhsd())
+def diagonal_of_a_mask(q, k, v):
+    hidden = torch.zeros(S, S, dtype=torch.bool)
+    torch.diagonal(hidden).fill_(True)
+    return (q @ k.mT * 0.3).masked_fill(hidden, -INF).softmax(-1) @ v
+
+
+@case("no_fuse", lambda: (randn(B, S, S, D), randn(B, S, S, D), randn(B, S, S, D)))
+def diagonal_of_other_dimensions(q, k, v):
+    s = q @ k.mT * 0.3
+    s.diagonal(dim1=1, dim2=2).fill_(-INF)
+    return s.softmax(-1) @ v
+
+
+@case("no_fuse", bhsd())
+def diagonal_that_is_read(q, k, v):
+    s = q @ k.mT * 0.3
+    d = torch.diagonal(s, dim1=-2, dim2=-1)
+    d.fill_(-1.0)
+    return s.softmax(-1) @ v + d[..., None]
+
+
+@case("fuse", bhsd())
 def filled_part(q, k, v):
     s = q @ k.mT * 0.3
     s[..., 9:].fill_(-INF)
