@@ -89,11 +89,12 @@ def scaled(value: Value, s: MatchedScores, c: float) -> MatchedScores:
         raise Refused("they are negated after a lower bound")
     if s.shift and c > 1.0 and any(isinstance(t, BiasTerm) for t in s.terms):
         raise Refused("they are masked, and enlarged after their maximum was subtracted")
+    shifted = len(s.shift.scores.terms) if s.shift else 0  # those before the subtraction
     terms = tuple(
         dataclasses.replace(t, coefficient=t.coefficient * c, rescaled=t.rescaled * c)
         if isinstance(t, BiasTerm)
-        else _scaled_number(t, c, value.dtype, s.shift is not None)
-        for t in s.terms
+        else _scaled_number(t, c, value.dtype, i < shifted)
+        for i, t in enumerate(s.terms)
     )
     # what was subtracted is scaled too, so that a sink can no longer be recognised by it
     shift = s.shift and s.shift.extend(value)
@@ -157,8 +158,10 @@ def _filled(value: Value, s: MatchedScores, mask: object, when: bool, fill: obje
         raise Refused("their mask is not a tensor")
     if mask.dtype != torch.bool:
         raise Refused("their mask is not boolean")
-    if s.shift:
-        raise Refused("they are masked after their maximum was subtracted")
+    if s.shift and s.shift.scores.terms and constant != -math.inf:
+        raise Refused(
+            f"they are set to {constant:g} after a mask and after their maximum was subtracted"
+        )
     mask, when = without_inversion(mask, when)
     if (known := constant_value(mask)) is not None:
         if bool(known) == when:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.compile_passes.spellings import (
+    centred,
     decoders,
     encoders,
     exponentials,
@@ -33,6 +34,7 @@ FILES = (
     joined,
     normalised,
     exponentials,
+    centred,
     means,
     padded_masks,
     products,
