@@ -160,9 +160,15 @@ def raw_name(node: fx.Node) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
+_SELECTIONS = frozenset("topk kthvalue sort argsort median quantile lt le gt ge".split())
+
+
 def read_elsewhere(what: str, reader: fx.Node) -> str:
     """The reason not to fuse where `reader` needs what fused attention never computes."""
-    how = "returned" if reader.op == "output" else f"also read by {raw_name(reader)}"
+    name = raw_name(reader)
+    how = "returned" if reader.op == "output" else f"also read by {name}"
+    if name in _SELECTIONS:
+        how += ", as where a mask depends on them (top-k, a threshold)"
     return f"{what} {how}; fused attention never computes them"
 
 

@@ -107,6 +107,23 @@ def shifted_by_columns(q, k, v):
     return (s - s.amax(-2, keepdim=True)).softmax(-1) @ v
 
 
+def largest_scores(q, k, v):
+    s = q @ k.mT
+    return s.masked_fill(s < s.topk(2, -1).values[..., -1:], -float("inf")).softmax(-1) @ v
+
+
+def largest_scores_scattered(q, k, v):
+    s = q @ k.mT
+    values, indices = s.topk(2, -1)
+    return torch.full_like(s, -float("inf")).scatter(-1, indices, values).softmax(-1) @ v
+
+
+def largest_weights(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    p = p.masked_fill(p < p.kthvalue(3, -1, keepdim=True).values, 0.0)
+    return p / p.sum(-1, keepdim=True) @ v
+
+
 def eps_below(q, k, v):
     e = (q @ k.mT).exp()
     return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
@@ -130,6 +147,9 @@ REFUSED = [
     scattered,
     first_queries,
     shifted_by_columns,
+    largest_scores,
+    largest_scores_scattered,
+    largest_weights,
 ]
 
 
@@ -146,7 +166,7 @@ class TestReport(TestCase):
             printed(layer, *qkv()),
             """\
 1 of 1 softmaxes fused, in 1 graph
-test_explain.py:143 in layer: fused into fa::attention(l_q_, l_k_, l_v_, is_causal=True, scale=0.5)
+test_explain.py:163 in layer: fused into fa::attention(l_q_, l_k_, l_v_, is_causal=True, scale=0.5)
     mask: is_causal
     > return s.softmax(-1) @ v
 """,
@@ -178,7 +198,10 @@ without_gradient: a part of it runs under another gradient mode than the rest
 key_written_to: k is written to before the value product
 scattered: the scores are written to by setitem, which is no mask or bias
 first_queries: the scores are not scale, bias and mask alone: they are indexed
-shifted_by_columns: what is subtracted from the scores varies along the keys""",
+shifted_by_columns: what is subtracted from the scores varies along the keys
+largest_scores: the scores are also read by topk, as where a mask depends on them (top-k, a threshold); fused attention never computes them
+largest_scores_scattered: its input is not the product of a query and a key
+largest_weights: the attention weights are not used as they are: lt is applied to them""",
         )
 
     def test_refused_attention_is_printed_with_its_reason(self):
