@@ -141,6 +141,9 @@ def need_tensor(name: str, value: object) -> Tensor:
     if isinstance(value, Tensor):
         if value.layout not in (torch.strided, torch.jagged):
             raise TypeError(f"{name} must be a strided Tensor, got one of {value.layout}")
+        if value.is_nested and value.layout is torch.strided:
+            raise TypeError(f"{name} must be a Tensor, or a nested one with layout=torch.jagged, "
+                            "got a nested one of torch.strided")  # fmt: skip
     elif not is_proxy(value):
         raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
     return value

@@ -237,3 +237,15 @@ def test_flash_attn_takes_bools_for_numbers_and_sdpa_false_for_no_dropout(zero):
     assert two.flash_attn_func(**flash(), **options).shape == wanted
     assert fa_ops.attention(**dense(), dropout_p=False).shape == (2, 4, 6, 8)
     assert fa_ops.attention_varlen(**pages(), dropout_p=False).shape == (6, 4, 8)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_nested_tensors_of_strided_layout_are_refused_by_name(name):
+    """In repeated calls too, where comparing their strides would abort the process."""
+    q = torch.randn(2, 4, 9, 8)
+    given = {"query": q, "key": q.clone(), "value": q.clone()}
+    nested = given | {name: torch.nested.nested_tensor(list(q), layout=torch.strided)}
+    for _ in range(3):
+        fa_ops.attention(**given)
+        with pytest.raises(TypeError, match=f"{name} must be a Tensor, or a nested one with"):
+            fa_ops.attention(**nested)
