@@ -16,8 +16,8 @@ from fa_ops.argument_types import (
     Window,
     is_proxy,
     need_bool,
-    need_number,
     need_tensor,
+    probability,
     sides,
 )
 from fa_ops.call import DENSE, PACKED, PackedQuantizedTensors, PackedTensors, QuantizedTensors
@@ -131,7 +131,8 @@ def attention(
             attn_mask=(attn_mask, None), mask_blocks=(mask_blocks, None), dropout_p=(dropout_p, 0),
             alibi_slopes=(alibi_slopes, None), deterministic=(deterministic, False),
         )  # fmt: skip
-    seed = None if type(dropout_p) is float and dropout_p == 0.0 else dropout_seed(query, dropout_p)
+    dropout_p = dropout_p if type(dropout_p) is float else probability(dropout_p)
+    seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
     tensors, mask, blocks = NO_TENSORS, attn_mask, mask_blocks
     if not (mask is blocks is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
         tensors = DenseTensors(mask, alibi_slopes, sinks, kv_lens, key_ranges, seed, blocks)
@@ -238,7 +239,8 @@ def attention_varlen(
             query, key, value, tensors, alibi_slopes, (max_seqlen_q, max_seqlen_k), dropout_p,
             deterministic, return_lse, is_causal=is_causal, scale=scale, window=window,
             softcap=softcap, backend=backend)  # fmt: skip
-    seed = None if type(dropout_p) is float and dropout_p == 0.0 else dropout_seed(query, dropout_p)
+    dropout_p = dropout_p if type(dropout_p) is float else probability(dropout_p)
+    seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
     tensors = PackedTensors(cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, kv_lens, seed)
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (
@@ -302,7 +304,6 @@ def merge_states(
 
 def dropout_seed(query: Tensor, dropout_p: float) -> Tensor | None:
     """A seed from torch's generator; None where the probability is 0 or out of range."""
-    need_number("dropout_p", 0.0 if dropout_p is False else dropout_p)  # SDPA accepts False for 0
     if not 0.0 < dropout_p < 1.0:
         return None
     if is_proxy(need_tensor("query", query)):

@@ -21,7 +21,7 @@ Window = tuple[int | None, int | None]
 _KEYWORD_TENSORS = (*DenseTensors._fields[1:],)
 _INT = (int, torch.SymInt, numbers.Integral)
 _BOOL = (bool, torch.SymBool)
-_NUMBER = (int, float, torch.SymInt, torch.SymFloat)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
 def checked_options(
@@ -125,15 +125,20 @@ def need_bool(name: str, value: object) -> None:
 
 
 def need_number(name: str, value: object) -> float:
-    """The value, a float in place of an int; raises TypeError if it is a bool or no number."""
-    if not isinstance(value, _NUMBER) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if type(value) is not int:
+    """The value as a float, or a symbol; raises TypeError if it is a bool or no number."""
+    if type(value) is float or isinstance(value, _SYMBOLIC):
         return value
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} must fit a float, got {_short(value)}") from None
+
+
+def probability(value: object) -> float:
+    """The probability of dropout; False is 0, as SDPA takes it."""
+    return need_number("dropout_p", 0.0 if value is False else value)
 
 
 def need_tensor(name: str, value: object) -> Tensor:

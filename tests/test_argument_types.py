@@ -249,3 +249,16 @@ def test_nested_tensors_of_strided_layout_are_refused_by_name(name):
         fa_ops.attention(**given)
         with pytest.raises(TypeError, match=f"{name} must be a Tensor, or a nested one with"):
             fa_ops.attention(**nested)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
+def test_numbers_of_numpy_are_numbers(kind):
+    given = dense()
+    wanted = fa_ops.attention(**given, scale=1.0, softcap=2.0)
+    options = {"scale": kind(1), "softcap": kind(2), "dropout_p": kind(0)}
+    assert torch.equal(fa_ops.attention(**given, **options), wanted)
+    results = []
+    for p in (kind(0.5), float(kind(0.5))):  # np.int64(0.5) is 0
+        torch.manual_seed(0)
+        results.append(fa_ops.attention(**given, dropout_p=p))
+    assert torch.equal(*results)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import cache_checks, checks, dispatch
-from fa_ops.argument_types import is_proxy, need_bool, need_int, need_number, need_tensor
+from fa_ops.argument_types import is_proxy, need_bool, need_int, need_tensor, probability
 from fa_ops.call import CacheTensors
 from fa_ops.kv_cache import attention_with_kv_cache
 from fa_ops.ops import library
@@ -63,7 +63,7 @@ def arguments(
         dispatch.check_name(options["backend"])
     need_bool("is_causal", options["is_causal"])
     need_bool("deterministic", deterministic)
-    if need_number("dropout_p", 0.0 if dropout_p is False else dropout_p):
+    if probability(dropout_p):
         raise ValueError(f"dropout_p must be 0 with page_table, got {dropout_p}")
     if kv_lens is None:
         kv_lens = _lengths(query, cu_seqlens_k, page_table)
