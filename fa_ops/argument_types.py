@@ -1,7 +1,7 @@
 """Types of Python arguments, and the operators' arguments made of them.
 
-Checked here is what the schema of an operator cannot express. Shapes, dtypes, devices and values
-are in `checks`.
+These checks are those that the schema of an operator cannot express. Shapes, dtypes, devices and
+values are checked in `checks`.
 """
 
 from __future__ import annotations

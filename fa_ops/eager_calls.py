@@ -1,6 +1,6 @@
 """Runs `attention` and `attention_varlen` once their arguments are collected.
 
-By a plan, where an eager call may leave PyTorch's dispatcher out, and by the operator elsewhere.
+A plan runs eager calls that need not go through PyTorch's dispatcher; the operator runs all others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The vmap rules: the mapped dimension is folded into the batch or the heads.
 
 Folding into the batch is right unless sinks are mapped or need a gradient per sample; folding into
-the heads is right unless lengths are mapped. Where neither is, and under dropout (whose mask
+the heads is right unless lengths are mapped. If neither is right, and under dropout (whose mask
 depends on batch and head), the operator runs once per sample.
 """
 

@@ -1,7 +1,7 @@
 """Float masks, which are added to the scores: read in place where TMA can read them, else copied.
 
-What a mask shares between batches, heads, queries or keys is read again, never repeated, but for
-one block of the queries or keys that share it.
+Batches, heads, queries or keys that share a part of the mask read the same memory; nothing is
+repeated except one block of the queries or keys that share it.
 """
 
 from __future__ import annotations

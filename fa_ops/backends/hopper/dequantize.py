@@ -1,4 +1,4 @@
-"""e4m3 caches as 16-bit ones, for prompts, whose products take many times as long as a conversion.
+"""Conversion of e4m3 caches to 16 bits for prompts, whose products take many times as long.
 
 The keys of each row of the batch are converted in every call, into memory of its own.
 """

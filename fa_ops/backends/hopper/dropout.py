@@ -1,8 +1,8 @@
 """Dropout: a word for each query of each head, written or copied before the kernels that drop.
 
-A word is the part of the rule's hash (`backends/dropout.py`) that keys have no part in, so that a
-weight costs two rounds of three; sequences of a packed batch need nothing else, as their places are
-in it too.
+A word is the part of the rule's hash (`backends/dropout.py`) that does not depend on the key, so
+that kernels compute two of the three rounds for each weight. It depends on the row's batch, head
+and position, so that kernels need nothing else for packed sequences.
 """
 
 from __future__ import annotations

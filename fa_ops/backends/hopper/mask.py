@@ -2,8 +2,8 @@
 
 A row has 2 bytes for 16 columns, in order, and is zero past its columns, with room for the last
 block that a kernel reads. Its last 8 bytes are its key range: int32s, the first column that it
-keeps and the one after the last, so that kernels skip blocks before and behind. What a mask shares
-between batches, heads or rows its bits share.
+keeps and the one after the last, so that kernels skip the blocks before and after it. Batches,
+heads or rows that share the mask share its bits.
 """
 
 from __future__ import annotations

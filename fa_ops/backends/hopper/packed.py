@@ -1,8 +1,9 @@
 """Packed sequences: the dense kernels over one long sequence, with a key range for each token.
 
-A tile visits the keys between its rows' first and last, so that sequences cost what they hold; one
-that crosses from a sequence to the next visits both and masks. A launch before the dense kernels
-writes the ranges: every head reads them, and a search of cu_seqlens for each row would take longer.
+A tile visits the keys from the first to the last one of its rows' ranges, so that the time depends
+on the lengths of the sequences. A tile with rows of two sequences visits the keys of both and masks
+them. A launch before the dense kernels writes the ranges: every head reads them, and a search of
+cu_seqlens for each row would take longer.
 """
 
 from __future__ import annotations

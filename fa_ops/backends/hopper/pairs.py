@@ -1,9 +1,10 @@
 """The rule for backward passes that are faster by pairs of CTAs than in two passes.
 
-Pairs execute five products for each block of queries and keys, two passes seven. But the fp32 sums
-of dQ to which pairs add are cleared, written and read once for each query: they must attend many
-keys. With few tiles of queries, the pass for dQ leaves multiprocessors without work, and fewer keys
-are enough; pairs leave some without work where blocks of keys are few and of unequal lengths.
+Pairs execute five products for each block of queries and keys, two passes execute seven. But pairs
+add to fp32 sums of dQ, which are cleared, written and read once for each query, so that pairs are
+faster only if queries attend many keys. If there are few tiles of queries, the pass for dQ leaves
+multiprocessors idle, and fewer keys are enough. Pairs leave some idle if blocks of keys are few and
+of unequal lengths.
 
 Time of two passes over that of pairs, D 256 on an H200 with 132 multiprocessors:
 

@@ -1,4 +1,4 @@
-"""New keys and values of packed sequences, written behind those that a cache holds."""
+"""New keys and values of packed sequences, written after those that a cache holds."""
 
 from __future__ import annotations
 

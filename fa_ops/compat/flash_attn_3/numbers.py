@@ -1,4 +1,4 @@
-"""Queries in fp8 over a cache in fp8."""
+"""Attention of fp8 queries over an fp8 cache."""
 
 from __future__ import annotations
 
