@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import hf_integration  # noqa: F401 - registers "fa_ops"
 from tests.evaluation.hf_sweep import run, tiny
 
 TOWERS = ["qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "glm4v_vision"]

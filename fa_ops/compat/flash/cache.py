@@ -134,15 +134,18 @@ def new_keys(k: Tensor | None, v: Tensor | None, layout: str) -> tuple[Tensor, T
 
 
 def rotation_of(
-    cos: Tensor | None, sin: Tensor | None, interleaved: object, options: dict, room: int
-) -> Rotation | None:
-    """The rotary embedding of a call with these options over a cache with this room."""
+    cos: Tensor | None, sin: Tensor | None, interleaved: object, options: dict,
+    unbounded: tuple[int, int], chunk: int = 0,
+) -> Rotation | None:  # fmt: skip
+    """The rotary embedding of a call with these options and chunks of this length.
+
+    `unbounded` are the widths from which on flash-attn ignores the left and right side of a window.
+    """
     interleaved = flag("rotary_interleaved", interleaved)
     if cos is None:
         return None
-    return Rotation(
-        cos, sin, interleaved, options["is_causal"] or _is_local(options["window"], room)
-    )
+    is_local = chunk > 0 or _is_bounded(options["window"], unbounded)
+    return Rotation(cos, sin, interleaved, options["is_causal"] or is_local)
 
 
 def without_gradient(x: Tensor) -> Tensor:
@@ -173,6 +176,5 @@ def check_new(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
         raise ValueError("cache_seqlens must be given with k, which is written behind them")
 
 
-def _is_local(window: Window | None, room: int) -> bool:
-    """Whether a window is bounded for a cache with this room."""
-    return window is not None and any(0 <= side < room for side in window)
+def _is_bounded(window: Window | None, unbounded: tuple[int, int]) -> bool:
+    return window is not None and any(0 <= side < end for side, end in zip(window, unbounded))

@@ -86,7 +86,8 @@ def flash_attn_with_kvcache(
     lens = lengths("cache_seqlens", cache_seqlens, q.shape[0], caches.room, q.device)
     options = score_options(softmax_scale, causal, window_size, softcap)
     options |= {"alibi_slopes": alibi_slopes, "num_splits": count("num_splits", num_splits)}
-    rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, caches.room)
+    unbounded = caches.room, caches.room
+    rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, unbounded)
     with_lse = flag("return_softmax_lse", return_softmax_lse)
     out, lse = attend_rows(
         q, caches, new, lens, cache_leftpad, rotation, None, options, with_lse

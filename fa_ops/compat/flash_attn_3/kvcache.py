@@ -82,8 +82,8 @@ def flash_attn_with_kvcache(
         v_descale: the same of fp8 values.
         rotary_cos: ``(positions, R / 2)``; rotates the queries and ``k``, which must be given. New
             key ``j`` is at position ``rotary_seqlens + j``. Query ``i`` is at
-            ``rotary_seqlens + i`` if the call is causal or has a window, else at
-            ``rotary_seqlens``.
+            ``rotary_seqlens + i`` if the call is causal or has a window or an attention_chunk,
+            else at ``rotary_seqlens``.
         rotary_sin: ``(positions, R / 2)``.
         cache_seqlens: int32 ``(B,)`` or one number, the number of keys in each row before the call;
             ``None``: the capacity of the cache.
@@ -123,9 +123,12 @@ def flash_attn_with_kvcache(
     options = score_options(softmax_scale, causal, window_size, softcap)
     options["num_splits"] = count("num_splits", num_splits)
     _check_offsets(q, rotary_seqlens, rows)
-    rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, caches.room)
+    chunk = chunk_of(attention_chunk)
+    queries = q.shape[-3] if cu_seqlens_q is None or longest is None else longest
+    unbounded = caches.room - 1, queries - 1
+    rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, unbounded, chunk)
     new = new_keys(k, v, DENSE if cu_seqlens_k_new is None else PACKED)
-    q, chunk = unit_stride(without_gradient(q)), chunk_of(attention_chunk)
+    q = unit_stride(without_gradient(q))
     with_lse = flag("return_softmax_lse", return_softmax_lse)
     if eight_bit := scales.options(q, rows, (q.shape[-2], k_cache.shape[2])):
         out, lse = attend_numbers(q, caches, lens, cu_seqlens_q, longest, options | eight_bit)
