@@ -209,6 +209,26 @@ def test_compiled_append_clones_no_cache(name):
     assert f"empty_strided_cpu(({shape})" not in text
 
 
+@pytest.mark.parametrize("page_size", [0, 4])
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_views_of_a_latent_cache_that_compiled_code_takes(dynamic, page_size):
+    """The view is read after the append; torch loses that where it is an input of its own."""
+    case = CacheCase(S=20, new=2, Sq=2, Dv=8, is_causal=True, shared=True, page_size=page_size)
+    q, k, _, cache, spec = case.fresh()
+    k, other = k.nan_to_num(0.0), k.nan_to_num(0.0)
+
+    def step(q, k, lens, table, key):
+        out = fa_ops.attention_with_kv_cache(
+            q, k, k[..., :8], lens, table, True, key=key, value=key[..., :8]
+        )
+        return out, k.sum(), k[..., :8].sum()
+
+    args = spec.kv_lens, cache.page_table, cache.key
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    torch.testing.assert_close(compiled(q, k, *args), step(q, other, *args))
+    assert torch.equal(k, other)
+
+
 def test_lengths_compile_once():
     from torch._dynamo.testing import CompileCounterWithBackend
 
