@@ -48,7 +48,7 @@ def agree(
             raise error
         return
     text = f"E{error}" if error else f"C{what}"
-    texts = _exchanged(members, text, device, timeout)
+    texts = exchanged(members, text, device, timeout)
     if error is not None:
         raise error
     for rank, text in enumerate(texts):
@@ -91,7 +91,7 @@ def error_of_timeout(timeout: object) -> ValueError | None:
     return ValueError(f"{rule}, got {timeout!r}")
 
 
-def _exchanged(
+def exchanged(
     members: Members, text: str, device: torch.device, timeout: float | None
 ) -> list[str]:
     """The texts of all processes."""

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from fa_ops.argument_types import Window
-from fa_ops.distributed import agreement, costs, plans, whole_heads
+from fa_ops.distributed import agreement, costs, plans, transports, whole_heads
 from fa_ops.distributed.costs import SchemeChoice
 from fa_ops.distributed.dropout import RowWords, agreed_seed, row_words
-from fa_ops.distributed.exchange import Exchange
 from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import Members, SequenceLayout, groups_of
 from fa_ops.distributed.masks import Mask, positions
@@ -53,6 +52,7 @@ def context_parallel_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
+    transport: str = "auto",
     check: bool = True,
     timeout: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -93,6 +93,10 @@ def context_parallel_attention(
         return_lse: also return the logarithm of the softmax's denominator.
         deterministic: whether the backward pass is bitwise repeatable.
         backend: as in :func:`fa_ops.attention`; "reference" only without gradients.
+        transport: how keys and their gradients travel, with the schemes "ring" and "all_gather".
+            "peer": the processes read each other's memory, by copy engines, so that transfers need
+            no multiprocessor; on GPUs of one host. "nccl": messages by the group's backend.
+            "auto": "peer" where it can be used, outside of CUDA graphs.
         check: whether the processes compare their arguments before anything else is sent. This
             takes a message between hosts, 0.2 to 1 ms, and no GPU waits. Where it is off, unequal
             arguments may hang.
@@ -124,7 +128,7 @@ def context_parallel_attention(
     groups = groups_of(mesh_or_group)
     options = Options(
         scheme, is_causal, window, scale, softcap, dropout_p, alibi_slopes, sinks, kv_lens,
-        key_ranges, cu_seqlens, layout, deterministic, backend,
+        key_ranges, cu_seqlens, layout, deterministic, backend, transport,
     )  # fmt: skip
     query, key, value = _autocast(query, key, value)
     error = error_of_flags(check=check, return_lse=return_lse)
@@ -165,9 +169,11 @@ def explain_context_parallel(
     chosen = choice(query, key, value, groups, request)
     if chosen.scheme == "ulysses":
         return chosen
+    transport = transports.describe(groups[0], query.device, request.options.transport)
     problem = _of_groups(request.problem, groups)
     steps = plans.plan(problem, chosen.scheme, groups[0].rank).steps
-    return chosen._replace(steps=tuple(_words(n, step) for n, step in enumerate(steps, 1)))
+    words = tuple(_words(n, step) for n, step in enumerate(steps, 1))
+    return chosen._replace(steps=words, transport=transport)
 
 
 def _words(number: int, step: plans.Step) -> str:
@@ -302,7 +308,9 @@ def _stepwise(
         outside = None if sinks is None else _outside(problem.mask, plan, query.device)
         keeps_keys = _keeps_keys(query, key, value, members.size)
         known = request.kept[scheme] = plan, keeps_keys, outside
-    exchange = Exchange(members, timeout)
+    exchange = transports.exchange(
+        members, query.device, request.options.transport, problem.keys, scheme, timeout
+    )
     dropout = None if words is None else words(known[0])
     job = Job(*known, exchange, request.options.step_options, slopes, dropout)
     return StepwiseAttention.apply(query, key, value, sinks, job)

@@ -44,6 +44,8 @@ class SchemeChoice(NamedTuple):
         reasons: why the other schemes are not used.
         rates: what the estimates rely on.
         steps: for each step of this process, what it attends; empty for all-to-all.
+        transport: how keys travel between processes; empty for all-to-all, which the group's
+            backend does.
     """
 
     scheme: str
@@ -51,6 +53,7 @@ class SchemeChoice(NamedTuple):
     reasons: dict[str, str]
     rates: Rates
     steps: tuple[str, ...] = ()
+    transport: str = ""
 
     def __str__(self) -> str:
         lines = [f"scheme: {self.scheme}"]
@@ -59,6 +62,8 @@ class SchemeChoice(NamedTuple):
             cost = "" if estimate is None else f"{estimate * 1e3:.3f} ms estimated"
             lines.append(f"  {name}: {', '.join(filter(None, (cost, self.reasons.get(name))))}")
         lines.append(f"  link: {self.rates.link / 1e9:.1f} GB/s")
+        if self.transport:
+            lines.append(f"  transport: {self.transport}")
         return "\n".join([*lines, *(f"  {step}" for step in self.steps)])
 
 

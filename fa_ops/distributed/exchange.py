@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -57,6 +58,18 @@ class Exchange(NamedTuple):
         works = dist.batch_isend_irecv(operations) if operations else []
         return Waiting(works, [tensor for _, tensor in sends], what, self.timeout)
 
+    @contextlib.contextmanager
+    def forward_pass(self, plan: StepPlan, k: Tensor, v: Tensor) -> Iterator[None]:
+        """What a forward pass sends and receives is in here."""
+        yield
+
+    @contextlib.contextmanager
+    def backward_pass(
+        self, plan: StepPlan, k: Tensor, v: Tensor, keeps_keys: bool
+    ) -> Iterator[None]:
+        """What a backward pass sends and receives is in here."""
+        yield
+
     def keys(
         self, plan: StepPlan, k: Tensor, v: Tensor
     ) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor], PackedKeys | None]]:
@@ -65,13 +78,7 @@ class Exchange(NamedTuple):
         What was received has the keys and values too.
         """
         own = _sent(plan, k, v)
-        arriving = self._request(plan, 0, own, k, v)
-        for number, step in enumerate(plan.steps):
-            held, waiting = arriving
-            if number + 1 < len(plan.steps):
-                arriving = self._request(plan, number + 1, own, k, v)
-            waiting.wait()
-            yield number, step, _keys(step, held, k, v), held
+        return in_advance(plan, k, v, lambda number: self._request(plan, number, own, k, v))
 
     def _request(
         self, plan: StepPlan, number: int, own: PackedKeys | None, k: Tensor, v: Tensor
@@ -97,7 +104,7 @@ class Exchange(NamedTuple):
         """
         step = plan.steps[number]
         sends = [
-            (rank, _tokens_first(x)[rows].to(like.dtype).contiguous())
+            (rank, tokens_first(x)[rows].to(like.dtype).contiguous())
             for rank, segments in step.receives
             for rows in rows_of(step.buffer, segments)
             for x, like in zip(grads, (k, v), strict=True)
@@ -105,12 +112,28 @@ class Exchange(NamedTuple):
         received, receives = [], []
         for rank, segments in step.sends:
             for rows in rows_of(plan.keys, segments):
-                pair = [_empty(x, rows.stop - rows.start) for x in (k, v)]
+                pair = [empty_tokens(x, rows.stop - rows.start) for x in (k, v)]
                 received.append((rows, *(x.permute(1, 2, 0, 3) for x in pair)))
                 receives += [(rank, x) for x in pair]
         ranks = ", ".join(str(rank) for rank, _ in step.sends) or "none"
         what = f"step {number + 1} of {len(plan.steps)} (gradients from process {ranks})"
         return received, self.start(sends, receives, what)
+
+
+def in_advance(
+    plan: StepPlan, k: Tensor, v: Tensor, request: Callable
+) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor], PackedKeys | None]]:
+    """The steps of `Exchange.keys`; `request(number)` starts an exchange.
+
+    It returns where keys arrive, and what to wait for.
+    """
+    arriving = request(0)
+    for number, step in enumerate(plan.steps):
+        held, waiting = arriving
+        if number + 1 < len(plan.steps):
+            arriving = request(number + 1)
+        waiting.wait()
+        yield number, step, _keys(step, held, k, v), held
 
 
 class PackedKeys(NamedTuple):
@@ -133,8 +156,8 @@ class PackedKeys(NamedTuple):
                 common = (max(segment[0], low), min(segment[1], high))
                 if common[0] < common[1]:
                     (to,), (of,) = rows_of(self.segments, (common,)), rows_of(held, (common,))
-                    self.x[to, ..., :D].copy_(_tokens_first(k)[of])
-                    self.x[to, ..., D:].copy_(_tokens_first(v)[of])
+                    self.x[to, ..., :D].copy_(tokens_first(k)[of])
+                    self.x[to, ..., D:].copy_(tokens_first(v)[of])
 
     def parts(self, segments: tuple[Segment, ...]) -> list[Tensor]:
         """A message for each segment."""
@@ -191,11 +214,13 @@ def all_gather(
     return Waiting(works, mine, what, exchange.timeout)
 
 
-def _tokens_first(x: Tensor) -> Tensor:
+def tokens_first(x: Tensor) -> Tensor:
+    """(tokens, B, H, D) of (B, H, tokens, D)."""
     return x.permute(2, 0, 1, 3)
 
 
-def _empty(x: Tensor, tokens: int) -> Tensor:
+def empty_tokens(x: Tensor, tokens: int) -> Tensor:
+    """Memory (tokens, B, H, D) for so many tokens of x (B, H, S, D)."""
     B, H, _, D = x.shape
     return x.new_empty(tokens, B, H, D)
 

@@ -24,6 +24,7 @@ from fa_ops.distributed.layout import Members, SequenceLayout, contiguous_layout
 from fa_ops.distributed.masks import Mask, check_ends, on_host
 from fa_ops.distributed.plans import StepProblem
 from fa_ops.distributed.stepwise import StepOptions
+from fa_ops.distributed.transports import TRANSPORTS
 from fa_ops.ops import autograd
 from fa_ops.types import DenseTensors, Scalars, Spec
 
@@ -47,6 +48,7 @@ class Options(NamedTuple):
     layout: str | SequenceLayout = "zigzag"
     deterministic: bool = False
     backend: str | None = None
+    transport: str = "auto"
 
     @property
     def step_options(self) -> StepOptions:
@@ -177,6 +179,9 @@ def _check_scheme(options: Options, groups: tuple[Members, ...], query: Tensor) 
     scheme = options.scheme
     if scheme not in SCHEMES:
         raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    if options.transport not in TRANSPORTS:
+        words = ", ".join(TRANSPORTS)
+        raise ValueError(f"transport must be one of {words}, got {options.transport!r}")
     if len(groups) == 2 and scheme == "ulysses":
         raise ValueError(
             "scheme must be 'auto', 'ring' or 'all_gather' on a mesh of two dimensions, whose "

@@ -16,6 +16,7 @@ from fa_ops.distributed import operators
 from fa_ops.distributed.dropout import RowWords
 from fa_ops.distributed.exchange import Exchange, kept_keys
 from fa_ops.distributed.forms import LinearBias, StepCall
+from fa_ops.distributed.peer_exchange import PeerExchange
 from fa_ops.distributed.plans import Step, StepPlan, rows_of
 from fa_ops.distributed.sums import Covered, TokenSum, sum_dtype
 from fa_ops.types import Spec
@@ -36,7 +37,7 @@ class Job(NamedTuple):
     plan: StepPlan
     keeps_keys: bool  # whether received keys are kept for the backward pass
     outside: Tensor | None  # bool (S,): tokens of no document, which have no sink either
-    exchange: Exchange
+    exchange: Exchange | PeerExchange
     options: StepOptions
     slopes: Tensor | None  # ALiBi, float32 (Hq,) or (B, Hq)
     dropout: RowWords | None = None
@@ -55,20 +56,21 @@ class StepwiseAttention(torch.autograd.Function):
         """Attend the keys of all steps."""
         partial, sinks_in_calls = Partial(q, v, job.plan.parts), job.sinks_in_calls(sinks)
         keeps_keys, kept = job.keeps_keys and any(ctx.needs_input_grad), {}
-        for number, step, (keys, values), held in job.exchange.keys(job.plan, k, v):
-            if held is not None and keeps_keys:
-                kept[number] = held.x
-            for call in step.calls:
-                spec, row_terms = arguments(job, call, q)
-                if sinks_in_calls:
-                    spec = spec._replace(sinks=sinks.detach())
-                part, part_lse = operators.forward(
-                    q[call.batches, :, call.rows],
-                    keys[call.batches, :, call.keys],
-                    values[call.batches, :, call.keys],
-                    spec,
-                )
-                partial.add(call, part, part_lse if row_terms is None else part_lse + row_terms)
+        with job.exchange.forward_pass(job.plan, k, v):
+            for number, step, (keys, values), held in job.exchange.keys(job.plan, k, v):
+                if held is not None and keeps_keys:
+                    kept[number] = held.x
+                for call in step.calls:
+                    spec, row_terms = arguments(job, call, q)
+                    if sinks_in_calls:
+                        spec = spec._replace(sinks=sinks.detach())
+                    part, part_lse = operators.forward(
+                        q[call.batches, :, call.rows],
+                        keys[call.batches, :, call.keys],
+                        values[call.batches, :, call.keys],
+                        spec,
+                    )
+                    partial.add(call, part, part_lse if row_terms is None else part_lse + row_terms)
         out, lse = partial.finish(sinks, sinks_in_calls, job.outside)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *kept.values())
         ctx.job, ctx.kept = job, tuple(kept)
@@ -81,21 +83,22 @@ class StepwiseAttention(torch.autograd.Function):
         """Gradients of query, key, value and sinks."""
         q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
         job, plan = ctx.job, ctx.job.plan
-        if job.keeps_keys:
-            steps = kept_keys(plan, dict(zip(ctx.kept, kept)), k, v)
-        else:
-            steps = (found[:3] for found in job.exchange.keys(plan, k, v))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         saved, arriving = (grad_out, grad_lse, q, out, lse), None
         dq, own = TokenSum(q, plan.query_parts), [TokenSum(x, plan.key_parts) for x in (k, v)]
-        for number, step, buffers in steps:
-            grads = _gradients(job, step, saved, buffers, dq)
-            _add_own(plan, step, own, grads)
+        with job.exchange.backward_pass(plan, k, v, job.keeps_keys):
+            if job.keeps_keys:
+                steps = kept_keys(plan, dict(zip(ctx.kept, kept)), k, v)
+            else:
+                steps = (found[:3] for found in job.exchange.keys(plan, k, v))
+            for number, step, buffers in steps:
+                grads = _gradients(job, step, saved, buffers, dq)
+                _add_own(plan, step, own, grads)
+                if arriving is not None:
+                    _receive(own, *arriving)
+                arriving = job.exchange.gradients(plan, number, grads, k, v)
             if arriving is not None:
                 _receive(own, *arriving)
-            arriving = job.exchange.gradients(plan, number, grads, k, v)
-        if arriving is not None:
-            _receive(own, *arriving)
         dsinks = None if sinks is None else sinks_gradient(grad_out, grad_lse, out, lse, sinks)
         return dq.result(), *(total.result() for total in own), dsinks, None
 

@@ -123,6 +123,16 @@ def measure(
     return found
 
 
+def ways(given) -> list[tuple[str, str]]:
+    """The schemes, those that exchange keys with each transport."""
+    transports = given.transports.split(",")
+    return [
+        (scheme, transport)
+        for scheme in given.schemes.split(",")
+        for transport in (transports if scheme in ("ring", "all_gather") else ("auto",))
+    ]
+
+
 def compare(problem: BenchProblem, device: torch.device, given) -> dict[str, dict]:
     """The times of one device and of all schemes."""
     g = torch.Generator(device).manual_seed(0)
@@ -143,11 +153,12 @@ def compare(problem: BenchProblem, device: torch.device, given) -> dict[str, dic
     attend = lambda: one_device(problem, *leaves)  # noqa: E731
     found = {"one device": measure(attend, leaves, device, given)}
     parts = [shard(x, **where).requires_grad_() for x in whole]
-    for scheme in given.schemes.split(","):
-        attend = lambda scheme=scheme: context_parallel_attention(  # noqa: E731
-            *parts, None, scheme, layout=layout, check=given.check, **options
+    for scheme, transport in ways(given):
+        attend = lambda way=(scheme, transport): context_parallel_attention(  # noqa: E731
+            *parts, None, way[0], layout=layout, check=given.check, transport=way[1], **options
         )
-        found[scheme] = measure(attend, parts, device, given)
+        name = scheme if transport == "auto" else f"{scheme} {transport}"
+        found[name] = measure(attend, parts, device, given)
     if "auto" in found:
         found["auto"]["chosen"] = explain_context_parallel(*parts, layout=layout, **options).scheme
     if given.peers:
@@ -164,9 +175,9 @@ def report(problem: BenchProblem, found: dict[str, dict]) -> None:
     print(f"\n{problem.kind}: {problem.tokens} tokens on {world} processes")
     for name, times in found.items():
         if "error" in times:
-            print(f"  {name:15s} {times['error']}")
+            print(f"  {name:16s} {times['error']}")
             continue
-        words = [f"  {name:15s}"]
+        words = [f"  {name:16s}"]
         for what in ("forward", "step"):
             share = (
                 "" if name == "one device" else f" share {alone[what] / world / times[what]:.3f}"
@@ -227,6 +238,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated")
     parser.add_argument("--schemes", default=",".join(SCHEMES), help="comma-separated")
+    parser.add_argument(
+        "--transports", default="auto", help="of keys: auto, peer, nccl, comma-separated"
+    )
     parser.add_argument("--unit", type=int, default=1024, help="tokens of 1k, fewer on a CPU")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)

@@ -1,6 +1,10 @@
-"""context_parallel_attention over NCCL on two GPUs, against one GPU."""
+"""context_parallel_attention on two GPUs, over NCCL and over peer memory, against one GPU."""
 
 from __future__ import annotations
+
+import functools
+import random
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +18,8 @@ from fa_ops.distributed import (
     context_parallel_attention,
     measure_link_rate,
     shard,
+    stepwise,
+    transports,
     unshard,
 )
 
@@ -59,7 +65,7 @@ def loss(out, lse):
     return out.float().sin().sum() + lse.masked_fill(lse.isinf(), 0.0).cos().sum()
 
 
-def check(scheme: str, mask: str, key_heads: int = 2) -> None:
+def check(scheme: str, mask: str, key_heads: int = 2, transport: str = "auto") -> None:
     g = torch.Generator("cuda").manual_seed(0)
     whole = [
         torch.randn(1, H, TOKENS, 64, generator=g, device="cuda").bfloat16().requires_grad_()
@@ -73,7 +79,7 @@ def check(scheme: str, mask: str, key_heads: int = 2) -> None:
         where = {"layout": layout}
     parts = [shard(x.detach(), **where).requires_grad_() for x in whole]
     found = context_parallel_attention(
-        *parts, None, scheme, layout=layout, return_lse=True, **options
+        *parts, None, scheme, layout=layout, return_lse=True, transport=transport, **options
     )
     for one, other in zip(found, expected):
         torch.testing.assert_close(unshard(one, **where), other.detach(), atol=2e-2, rtol=2e-2)
@@ -83,7 +89,7 @@ def check(scheme: str, mask: str, key_heads: int = 2) -> None:
         torch.testing.assert_close(unshard(part.grad, **where), x.grad, **close)
 
 
-def check_dropout(scheme: str, mask: str) -> None:
+def check_dropout(scheme: str, mask: str, transport: str = "auto") -> None:
     """The weights that one GPU drops."""
     g = torch.Generator("cuda").manual_seed(0)
     whole = [
@@ -95,6 +101,7 @@ def check_dropout(scheme: str, mask: str) -> None:
     expected = one_gpu(*whole, **options)
     parts = [shard(x.detach()).requires_grad_() for x in whole]
     torch.manual_seed(7 + dist.get_rank())  # the seed of the first process counts
+    options["transport"] = transport
     found = context_parallel_attention(*parts, None, scheme, return_lse=True, **options)
     for one, other in zip(found, expected):
         torch.testing.assert_close(unshard(one), other.detach(), atol=3e-2, rtol=3e-2)
@@ -132,20 +139,102 @@ def check_cache() -> None:
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
+def tensors_of_step(tokens: int, key_heads: int) -> list[torch.Tensor]:
+    g = torch.Generator("cuda").manual_seed(dist.get_rank())
+    return [
+        torch.randn(1, H, tokens, 64, generator=g, device="cuda").bfloat16().requires_grad_()
+        for H in (8, key_heads, key_heads)
+    ]
+
+
+def step(tensors: list[torch.Tensor], scheme: str, transport: str) -> list[torch.Tensor]:
+    out = context_parallel_attention(
+        *tensors, None, scheme, is_causal=True, deterministic=True, transport=transport
+    )
+    return [out.detach(), *torch.autograd.grad(out.float().sin().sum(), tensors)]
+
+
+def check_timing() -> None:
+    """The bits of NCCL, however late a process is, in memory that grows and is used again."""
+    choose = random.Random(dist.get_rank())
+    for scheme in ("ring", "all_gather"):
+        for tokens, key_heads in ((512, 2), (2048, 8), (256, 1)):
+            tensors = tensors_of_step(tokens, key_heads)
+            expected = step(tensors, scheme, "nccl")
+            found = []
+            for _ in range(20):
+                torch.cuda._sleep(choose.choice((0, 10**5, 10**6)))
+                found.append(step(tensors, scheme, "peer"))
+            for one in found:
+                assert all(torch.equal(x, y) for x, y in zip(one, expected, strict=True))
+
+
+def check_streams() -> None:
+    """Calls on several streams of a process."""
+    tensors = tensors_of_step(1024, 2)
+    expected, found = step(tensors, "ring", "nccl"), []
+    torch.cuda.synchronize()
+    for stream in [torch.cuda.Stream() for _ in range(3)] * 4:
+        with torch.cuda.stream(stream):
+            found.append(step(tensors, "ring", "peer"))
+    torch.cuda.synchronize()
+    for one in found:
+        assert all(torch.equal(x, y) for x, y in zip(one, expected, strict=True))
+
+
+def check_failure() -> None:
+    """A process that raises in a pass: the other one gets NaN, and later calls are right."""
+    tensors = tensors_of_step(512, 2)
+    expected = step(tensors, "ring", "nccl")
+    out = context_parallel_attention(*tensors, None, "ring", is_causal=True, transport="peer")
+    if dist.get_rank() == 1:
+        fails = mock.patch.object(stepwise, "_gradients", side_effect=MemoryError("no memory"))
+        with fails, pytest.raises(MemoryError):
+            torch.autograd.grad(out.float().sum(), tensors)
+    else:
+        assert torch.autograd.grad(out.float().sum(), tensors)[1].isnan().any()
+    for one, other in zip(step(tensors, "ring", "peer"), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def check_capture() -> None:
+    """Signals have numbers, which a CUDA graph would repeat."""
+    x, graph = torch.zeros(8), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        assert "CUDA graph" in transports._unsuitable(x.device)
+    assert transports._unsuitable(x.device) is None
+
+
+has_peers = torch.cuda.device_count() >= WORLD and torch.cuda.can_device_access_peer(0, 1)
+TRANSPORTS = ("nccl", "peer") if has_peers else ("nccl",)
+WAYS = [("ulysses", "auto")]
+WAYS += [(scheme, name) for scheme in ("ring", "all_gather") for name in TRANSPORTS]
 CHECKS = {
-    f"{scheme}, {mask}": lambda scheme=scheme, mask=mask: check(scheme, mask)
-    for scheme in ("ring", "ulysses", "all_gather")
+    f"{scheme}, {name}, {mask}": functools.partial(check, scheme, mask, transport=name)
+    for scheme, name in WAYS
     for mask in MASKS
 }
 CHECKS |= {
-    f"{scheme}, keys are exchanged again": lambda scheme=scheme: check(scheme, "causal", 8)
-    for scheme in ("ring", "all_gather")
+    f"{scheme}, {name}, keys are exchanged again": functools.partial(
+        check, scheme, "causal", 8, transport=name
+    )
+    for scheme, name in WAYS[1:]
 }
 CHECKS |= {
-    f"{scheme}, {mask}, dropout": lambda scheme=scheme, mask=mask: check_dropout(scheme, mask)
-    for scheme in ("ring", "ulysses", "all_gather")
+    f"{scheme}, {name}, {mask}, dropout": functools.partial(
+        check_dropout, scheme, mask, transport=name
+    )
+    for scheme, name in WAYS
     for mask in ("causal", "documents")
 }
+if has_peers:
+    CHECKS |= {
+        "any timing": check_timing,
+        "several streams": check_streams,
+        "capture": check_capture,
+        "failure": check_failure,
+    }
 CHECKS |= {
     "a mesh, and the link": check_mesh_and_rate,
     "disagreement": check_disagreement,
