@@ -116,14 +116,15 @@ def choose(
     rates = rates_for(members, q.device)
     sizes = Sizes.of(q, k, v)
     seconds, reasons = {}, {}
-    pairs, received = _work(problem)
+    work = _work(problem)
     for name in (plans.RING, plans.ALL_GATHER):
-        seconds[name] = _stepwise(name, pairs, received, sizes, rates)
+        seconds[name] = _stepwise(name, work, sizes, rates)
     error = split_error(q.shape[1], members.size)
     if error is not None or not exchanges_heads:
         reasons["ulysses"] = error or "heads are exchanged on the other dimension of the mesh"
     else:
-        seconds["ulysses"] = _all_to_all(sum(map(sum, pairs)), sizes, members.size, rates)
+        pairs = sum(step.pairs for steps in work for step in steps)
+        seconds["ulysses"] = _all_to_all(pairs, sizes, members.size, rates)
     scheme = min(seconds, key=seconds.get)
     reasons |= {name: f"not faster than {scheme}" for name in seconds if name != scheme}
     return SchemeChoice(scheme, seconds, reasons, rates)
@@ -150,18 +151,27 @@ class Sizes(NamedTuple):
         )  # fmt: skip
 
 
-def _work(problem: StepProblem) -> tuple[list[list[float]], list[list[int]]]:
-    """For each process and each step, the pairs that it attends and the keys that it receives."""
+class StepWork(NamedTuple):
+    """What a process does in a step."""
+
+    pairs: float  # of queries and keys
+    queries: float  # that attend one of the keys
+    received: int  # keys
+
+
+def _work(problem: StepProblem) -> list[list[StepWork]]:
+    """What each process does in each step."""
     size = problem.queries.size
     attended, needs = plans.attended_by_all(problem)
-    pairs, received = [], []
+    found = []
     for r in range(size):
-        order = [(r - t) % size for t in range(size)]
-        every = _sampled(attended[r], max(1, problem.queries.local // 2048))
-        pairs.append([within(every[0], needs[r][s]).pairs() * every[1] for s in order])
-        keys = [sum(stop - start for start, stop in needs[r][s]) for s in order]
-        received.append([0, *keys[1:]])
-    return pairs, received
+        steps, (every, stride) = [], _sampled(attended[r], max(1, problem.queries.local // 2048))
+        for s in ((r - t) % size for t in range(size)):
+            ranges = within(every, needs[r][s])
+            received = 0 if s == r else sum(stop - start for start, stop in needs[r][s])
+            steps.append(StepWork(ranges.pairs() * stride, ranges.queries() * stride, received))
+        found.append(steps)
+    return found
 
 
 def _sampled(ranges: Ranges, stride: int) -> tuple[Ranges, int]:
@@ -169,22 +179,26 @@ def _sampled(ranges: Ranges, stride: int) -> tuple[Ranges, int]:
     return ranges.rows(slice(stride // 2, None, stride)), stride
 
 
-def _stepwise(name: str, pairs: list, received: list, sizes: Sizes, rates: Rates) -> float:
+def _stepwise(name: str, work: list[list[StepWork]], sizes: Sizes, rates: Rates) -> float:
     slowest = 0.0
-    for of_steps, keys in zip(pairs, received, strict=True):
-        compute = [p * sizes.pair_flops / rates.flops for p in of_steps]
-        transfer = [n * sizes.key_bytes / rates.link + (rates.latency if n else 0) for n in keys]
+    for steps in work:
+        compute = [step.pairs * sizes.pair_flops / rates.flops for step in steps]
+        transfer = [
+            n * sizes.key_bytes / rates.link + rates.latency if n else 0.0
+            for n in (step.received for step in steps)
+        ]
         if name == plans.ALL_GATHER:
-            own = sizes.tokens if any(keys) else 0  # which are copied next to those that arrive
+            own = sizes.tokens if any(transfer) else 0  # which are copied next to those that arrive
             copied = 2 * own * sizes.key_bytes / rates.memory
             slowest = max(slowest, sum(compute) + sum(transfer) + copied)
             continue
         # a step's keys arrive while the step before is computed
         total = sum(map(max, compute, [*transfer[1:], 0.0]))
-        merges = max(0, sum(p > 0 for p in of_steps) - 1)
+        merged = max(0.0, sum(step.queries for step in steps) - sizes.tokens)
         # a merge reads the part and reads and writes the sum, in float32 if there are several
-        bytes_of_sum = 2 * (sizes.out_bytes if merges < 2 else 4 * sizes.out_elements)
-        total += merges * sizes.tokens * (sizes.out_bytes + bytes_of_sum) / rates.memory
+        parts = sum(step.queries > 0 for step in steps)
+        bytes_of_sum = 2 * (sizes.out_bytes if parts < 3 else 4 * sizes.out_elements)
+        total += merged * (sizes.out_bytes + bytes_of_sum) / rates.memory
         slowest = max(slowest, total)
     return slowest
 

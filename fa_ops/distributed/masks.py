@@ -124,6 +124,10 @@ class Ranges(NamedTuple):
         """The number of pairs of queries and keys, as a mean over rows of the batch and heads."""
         return float((self.hi - self.lo).sum()) / (self.lo.shape[0] * self.lo.shape[1])
 
+    def queries(self) -> float:
+        """The number of queries that attend a key, as a mean over rows of the batch and heads."""
+        return float((self.hi > self.lo).sum()) / (self.lo.shape[0] * self.lo.shape[1])
+
 
 def visible(mask: Mask, queries: Tensor) -> Ranges:
     """The intervals of these queries (rows,), in keys of the whole sequence."""

@@ -254,11 +254,11 @@ def check_explanation() -> None:
     assert asked.steps[0] == "step 1: own keys: 8 queries, causal"
 
 
-def chosen(rates: tuple, heads: tuple) -> str:
+def chosen(rates: tuple, heads: tuple, **options) -> str:
     """The scheme that "auto" chooses on a machine with these rates."""
     known = mock.patch.dict(costs._RATES, {"cpu": costs.Rates(*rates)})
     with known, mock.patch.dict(costs._measured, clear=True):
-        return explain_context_parallel(*inputs(256, heads)).scheme
+        return explain_context_parallel(*inputs(256, heads), **options).scheme
 
 
 def check_choice() -> None:
@@ -266,6 +266,8 @@ def check_choice() -> None:
     assert chosen((1e11, 1e13, 1e9), (4, 4, 4)) == "ring"
     assert chosen((1e15, 1e9, 1e15), (32, 1, 1)) == "all_gather"
     assert chosen((1e15, 1e13, 1e9), (4, 4, 4)) == "ulysses"
+    few = {"is_causal": True, "window": (1, 0), "layout": "contiguous"}  # one row has two results
+    assert chosen((1e15, 1e9, 1e15), (32, 1, 1), **few) == "ring"
 
 
 def check_errors() -> None:
