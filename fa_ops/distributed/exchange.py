@@ -7,6 +7,7 @@ import datetime
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -156,8 +157,8 @@ class PackedKeys(NamedTuple):
                 common = (max(segment[0], low), min(segment[1], high))
                 if common[0] < common[1]:
                     (to,), (of,) = rows_of(self.segments, (common,)), rows_of(held, (common,))
-                    self.x[to, ..., :D].copy_(tokens_first(k)[of])
-                    self.x[to, ..., D:].copy_(tokens_first(v)[of])
+                    copy_rows(self.x[to, ..., :D], tokens_first(k)[of])
+                    copy_rows(self.x[to, ..., D:], tokens_first(v)[of])
 
     def parts(self, segments: tuple[Segment, ...]) -> list[Tensor]:
         """A message for each segment."""
@@ -212,6 +213,23 @@ def all_gather(
         for there, x in zip(whole, mine, strict=True)
     ]
     return Waiting(works, mine, what, exchange.timeout)
+
+
+def copy_rows(to: Tensor, of: Tensor) -> None:
+    """Copy rows of features, by 16 bytes at a time where that is possible.
+
+    Elementwise kernels copy tensors of different strides by elements, two bytes at half the rate.
+    """
+    if to.dtype == of.dtype and all(_has_wide_rows(x) for x in (to, of)):
+        to, of = to.view(torch.complex128), of.view(torch.complex128)
+    to.copy_(of)
+
+
+def _has_wide_rows(x: Tensor) -> bool:
+    unit = 16 // x.element_size()
+    *strides, last = x.stride()
+    places = (x.shape[-1], x.storage_offset(), *strides)
+    return last == 1 and not any(n % unit for n in places) and x.data_ptr() % 16 == 0
 
 
 def tokens_first(x: Tensor) -> Tensor:

@@ -13,9 +13,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fa_ops.distributed.exchange import PackedKeys, empty_tokens, in_advance, tokens_first
-from fa_ops.distributed.layout import SequenceLayout
-from fa_ops.distributed.peer_protocol import GRADIENTS, KEYS, KEYS_AGAIN, Arrival, PeerProtocol
+from fa_ops.distributed.exchange import (
+    PackedKeys,
+    copy_rows,
+    empty_tokens,
+    in_advance,
+    tokens_first,
+)
+from fa_ops.distributed.layout import Segment, SequenceLayout
+from fa_ops.distributed.peer_protocol import (
+    GRADIENTS,
+    KEYS,
+    KEYS_AGAIN,
+    Arrival,
+    Kind,
+    PeerProtocol,
+)
 from fa_ops.distributed.plans import RING, Step, StepPlan, rows_of
 
 
@@ -24,10 +37,9 @@ class PeerExchange:
 
     def __init__(self, protocol: PeerProtocol, keys: SequenceLayout, scheme: str) -> None:
         self._protocol, self._layout = protocol, keys
-        memory = protocol.memory
-        self._rank, self._size = memory.rank, memory.size
+        self._rank, self._size = protocol.memory.rank, protocol.memory.size
         # a step of a ring has keys of one other process, another scheme's of all of them
-        self._owners = 1 if scheme == RING else memory.size - 1
+        self._owners = 1 if scheme == RING else self._size - 1
         self._kind = KEYS
 
     @contextlib.contextmanager
@@ -45,28 +57,25 @@ class PeerExchange:
         with self._protocol.passes():
             if not keeps_keys:
                 self._begin_keys(KEYS_AGAIN, plan, k, v)
-            readers, sources = _others(plan)
-            size = self._owners * _Rows.of(k, v, self._layout.local).nbytes
-            self._protocol.begin(GRADIENTS, size, sources, readers)
+            routes, size = self._routes(plan), self._owners * self._rows(k, v).nbytes
+            self._protocol.begin(GRADIENTS, size, routes.sources, routes.readers)
             yield
 
-    def _begin_keys(self, kind, plan: StepPlan, k: Tensor, v: Tensor) -> None:
-        self._kind = kind
-        self._protocol.begin(kind, _Rows.of(k, v, self._layout.local).nbytes, *_others(plan))
+    def _begin_keys(self, kind: Kind, plan: StepPlan, k: Tensor, v: Tensor) -> None:
+        self._kind, routes = kind, self._routes(plan)
+        self._protocol.begin(kind, self._rows(k, v).nbytes, routes.readers, routes.sources)
 
     def keys(
         self, plan: StepPlan, k: Tensor, v: Tensor
     ) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor], PackedKeys | None]]:
         """As `Exchange.keys`."""
-        readers, _ = _others(plan)
-        if readers:
-            rows = _Rows.of(k, v, self._layout.local)
-            staged = rows.packed(self._protocol.overwrite(self._kind), k, v)
-            D, segments = k.shape[3], [x for step in plan.steps for _, s in step.sends for x in s]
-            for part in _joined(rows_of(plan.keys, segments)):
-                staged[part, ..., :D].copy_(tokens_first(k)[part])
-                staged[part, ..., D:].copy_(tokens_first(v)[part])
-            self._protocol.publish(self._kind, readers)
+        routes, D = self._routes(plan), k.shape[3]
+        if routes.readers:
+            staged = self._rows(k, v).packed(self._protocol.overwrite(self._kind), k, v)
+            for part in routes.staged:
+                copy_rows(staged[part, ..., :D], tokens_first(k)[part])
+                copy_rows(staged[part, ..., D:], tokens_first(v)[part])
+            self._protocol.publish(self._kind, routes.readers)
         return in_advance(plan, k, v, lambda number: self._request(plan, number, k, v))
 
     def _request(
@@ -78,40 +87,83 @@ class PeerExchange:
             held = PackedKeys.empty(step.buffer, k, v)
             if step.own:
                 held.write(plan.keys, k, v)
-            row = _Rows.of(k, v, 1).nbytes
-            for rank, segments in step.receives:
-                there = rows_of(self._layout.segments[rank], segments)
-                pairs = _consecutive(there, rows_of(step.buffer, segments))
-                parts.append((rank, [(of.start * row, held.x[to]) for of, to in pairs]))
+            row = self._rows(k, v).row
+            parts = [
+                (rank, [(of.start * row, held.x[to]) for of, to in pairs])
+                for rank, pairs in self._routes(plan).received[number]
+            ]
         return held, self._protocol.fetch(self._kind, parts)
 
     def gradients(self, plan: StepPlan, number: int, grads: tuple, k: Tensor, v: Tensor):
         """As `Exchange.gradients`."""
-        step, rows = plan.steps[number], _Rows.of(k, v, self._layout.local)
-        if step.receives:
+        routes, rows = self._routes(plan), self._rows(k, v)
+        if routes.received[number]:
             staging = self._protocol.overwrite(GRADIENTS)
-            for rank, segments in step.receives:
-                part = staging[self._slot(rank, self._rank) * rows.nbytes :]
-                there = rows_of(self._layout.segments[rank], segments)
-                for to, of in _consecutive(there, rows_of(step.buffer, segments)):
-                    for staged, x in zip(rows.apart(part, k, v), grads, strict=True):
-                        staged[to].copy_(tokens_first(x)[of])
-            self._protocol.publish(GRADIENTS, [rank for rank, _ in step.receives])
+            for rank, pairs in routes.received[number]:
+                slot = staging[self._slot(rank, self._rank) * rows.nbytes :]
+                for staged, x in zip(rows.apart(slot, k, v), grads, strict=True):
+                    for there, here in pairs:
+                        copy_rows(staged[there], tokens_first(x)[here])
+            self._protocol.publish(GRADIENTS, [rank for rank, _ in routes.received[number]])
         received, parts = [], []
-        for rank, segments in step.sends:
-            first, copies = self._slot(self._rank, rank) * rows.nbytes, []
-            for part in _joined(rows_of(plan.keys, segments)):
+        for rank, pieces in routes.returned[number]:
+            slot, copies = self._slot(self._rank, rank) * rows.nbytes, []
+            for part in pieces:
                 pair = [empty_tokens(x, part.stop - part.start) for x in (k, v)]
                 received.append((part, *(x.permute(1, 2, 0, 3) for x in pair)))
-                copies += [
-                    (first + at, x) for at, x in zip(rows.offsets(part.start), pair, strict=True)
-                ]
+                places = rows.offsets(part.start)
+                copies += [(slot + at, x) for at, x in zip(places, pair, strict=True)]
             parts.append((rank, copies))
         return received, self._protocol.fetch(GRADIENTS, parts)
 
     def _slot(self, owner: int, stager: int) -> int:
         """Which part of a process's staging memory has the gradients of an owner's keys."""
         return 0 if self._owners == 1 else (owner - stager) % self._size - 1
+
+    def _rows(self, k: Tensor, v: Tensor) -> _Rows:
+        (B, H, _, D), unit = k.shape, k.element_size()
+        return _Rows(self._layout.local, B * H * D * unit, B * H * v.shape[3] * unit)
+
+    def _routes(self, plan: StepPlan) -> Routes:
+        """What follows from a plan; kept as long as this is used."""
+        known = _known.get(id(plan))
+        if known is None:
+            if len(_known) >= _LIMIT:
+                _known.clear()
+            known = _known[id(plan)] = plan, Routes.of(plan, self._layout.segments)
+        return known[1]
+
+
+class Routes(NamedTuple):
+    """Which rows travel in which step."""
+
+    readers: tuple[int, ...]  # who attends keys of this process
+    sources: tuple[int, ...]  # whose keys this process attends
+    staged: tuple[slice, ...]  # rows of this process that others attend
+    # for each step from whom, the rows there, and the rows of the step's keys
+    received: tuple[list[tuple[int, list[tuple[slice, slice]]]], ...]
+    # for each step from whom gradients return, and the rows of this process
+    returned: tuple[list[tuple[int, list[slice]]], ...]
+
+    @classmethod
+    def of(cls, plan: StepPlan, held: tuple[tuple[Segment, ...], ...]) -> Routes:
+        """Those of a plan; `held` has the keys of all processes."""
+        received, returned = [], []
+        for step in plan.steps:
+            received.append([
+                (rank, _consecutive(rows_of(held[rank], wanted), rows_of(step.buffer, wanted)))
+                for rank, wanted in step.receives
+            ])  # fmt: skip
+            returned.append([(r, _joined(rows_of(plan.keys, wanted))) for r, wanted in step.sends])
+        staged = _joined([part for step in returned for _, parts in step for part in parts])
+        readers, sources = (
+            tuple(rank for step in steps for rank, _ in step) for steps in (returned, received)
+        )
+        return cls(readers, sources, tuple(staged), tuple(received), tuple(returned))
+
+
+_LIMIT = 32
+_known: dict[int, tuple[StepPlan, Routes]] = {}  # by the identity of plans, which are kept here
 
 
 class _Rows(NamedTuple):
@@ -121,16 +173,13 @@ class _Rows(NamedTuple):
     key: int  # bytes of a token's key
     value: int
 
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor, count: int) -> _Rows:
-        """So many rows of tensors such as k and v."""
-        (B, H, _, D), Dv = k.shape, v.shape[3]
-        unit = B * H * k.element_size()
-        return cls(count, unit * D, unit * Dv)
+    @property
+    def row(self) -> int:
+        return self.key + self.value
 
     @property
     def nbytes(self) -> int:
-        return self.count * (self.key + self.value)
+        return self.count * self.row
 
     def packed(self, staging: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keys with their values, (tokens, B, Hkv, D + Dv)."""
@@ -149,13 +198,6 @@ class _Rows(NamedTuple):
     def offsets(self, row: int) -> tuple[int, int]:
         """Where a row's key and value are, of `apart`."""
         return row * self.key, self.count * self.key + row * self.value
-
-
-def _others(plan: StepPlan) -> tuple[list[int], list[int]]:
-    """Who attends keys of this process, and whose keys this process attends."""
-    steps = plan.steps
-    readers = [rank for step in steps for rank, _ in step.sends]
-    return readers, [rank for step in steps for rank, _ in step.receives]
 
 
 def _joined(rows: list[slice]) -> list[slice]:

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fa_ops.backends.hopper import launch
 from fa_ops.distributed import peer_protocol
+from fa_ops.distributed.peer_watch import Watch
 
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, of the signed difference
 _FENCED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: after a fence of what the stream has written
@@ -39,7 +40,7 @@ class PeerMemory:
     """Staging memory and counters of a group's processes; see `peer_protocol.Memory`."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._name, self._device = group.group_name, device  # the group, which ends before this
         self.rank, self.size = group.rank(), group.size()
         self.side = torch.cuda.Stream(device)
         self._main: torch.cuda.Stream | None = None
@@ -47,9 +48,11 @@ class PeerMemory:
         self._counters = self._shared(4 * peer_protocol.counters(self.size))
         self._counters.mine.zero_()
         torch.cuda.synchronize(device)
+        timeout = group._get_backend(device).options._timeout
+        self._watch = Watch(timeout.total_seconds()).start()
 
     def _shared(self, nbytes: int) -> _Shared:
-        return _Shared(nbytes, self._group, self._device, self.size)
+        return _Shared(nbytes, self._name, self._device, self.size)
 
     def main(self) -> torch.cuda.Stream:
         """The current stream; if it is another one than before, after what is there."""
@@ -110,17 +113,21 @@ class PeerMemory:
         """Wait for an event."""
         stream.wait_event(event)
 
+    def watch(self) -> None:
+        """A pass that does not end within the group's timeout ends this process."""
+        self._watch.add(self.main().record_event())
+
 
 class _Shared:
     """Memory of equal size on all GPUs, and its addresses; made by all processes together."""
 
-    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, size: int) -> None:
+    def __init__(self, nbytes: int, name: str, device: torch.device, size: int) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed._symmetric_memory import rendezvous
 
         # torch's own workspace is made so: of the pool that `empty` uses, parts may differ in place
         self.mine = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-        self._handle = rendezvous(self.mine, group.group_name)
+        self._handle = rendezvous(self.mine, name)
         self.addresses = [
             self._handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr() for rank in range(size)
         ]

@@ -30,8 +30,8 @@ keys of either have a kind of their own.
 
 A process that raises within a pass still gives the others what they wait for: NaN for data that it
 has not staged, and DONE. They do not hang, their results that depend on this process are NaN, and
-the next pass finds nothing left over. A process that ends leaves the others waiting until whatever
-started them ends them.
+the next pass finds nothing left over. A process that makes no such pass, or has ended, leaves the
+others waiting, which end after the timeout of the group (`peer_watch`), as with NCCL.
 """
 
 from __future__ import annotations
@@ -90,6 +90,9 @@ class Memory(Protocol):
     def follow(self, stream: object, event: object) -> None:
         """Let the stream wait for an event."""
 
+    def watch(self) -> None:
+        """Limit how long everything on the main stream so far may take."""
+
 
 class _Pass:
     """What remains to be done in the current pass of a kind."""
@@ -116,6 +119,7 @@ class PeerProtocol:
         except BaseException:
             self._abandon()
             raise
+        self.memory.watch()
 
     def begin(
         self, kind: Kind, nbytes: int, readers: Iterable[int], sources: Iterable[int]

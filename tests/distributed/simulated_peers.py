@@ -92,6 +92,9 @@ class StreamMemory:
     def follow(self, stream: tuple, event: list) -> None:
         self.streams.add(stream, lambda: None, lambda: bool(event))
 
+    def watch(self) -> None:
+        pass
+
 
 class FileMemory:
     """Files that the processes of a group map. Everything is done at once, in the host's order."""
@@ -152,6 +155,9 @@ class FileMemory:
         return None
 
     def follow(self, stream: None, event: None) -> None:
+        pass
+
+    def watch(self) -> None:
         pass
 
 

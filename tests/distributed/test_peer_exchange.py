@@ -146,6 +146,24 @@ def check_choice() -> None:
         context_parallel_attention(*inputs(), None, "ring", transport=name)
 
 
+@pytest.mark.parametrize(
+    "dtype, width, offset, is_wide",
+    [
+        (torch.bfloat16, 128, 0, True),
+        (torch.bfloat16, 12, 0, False),
+        (torch.bfloat16, 16, 4, False),
+        (torch.float64, 2, 2, True),
+    ],
+)
+def test_rows_are_copied_by_16_bytes_where_possible(dtype, width, offset, is_wide):
+    of = torch.randn(2, 5, 3, width + offset).to(dtype)[..., offset:].transpose(1, 2)
+    to = torch.zeros(2, 3, 5, width, dtype=dtype)
+    assert exchange._has_wide_rows(of) == is_wide
+    exchange.copy_rows(to, of)
+    assert torch.equal(to, of)
+    exchange.copy_rows(to.float(), of)
+
+
 CHECKS = {
     f"{scheme}, {mask}": lambda fields=fields | {"scheme": scheme}: check_case(**fields)
     for scheme in ("ring", "all_gather")

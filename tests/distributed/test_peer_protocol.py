@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import time
+from unittest import mock
 
 import pytest
 import torch
 
+from fa_ops.distributed import peer_watch
 from fa_ops.distributed.peer_protocol import GRADIENTS, KEYS, KEYS_AGAIN, KINDS, PeerProtocol
+from fa_ops.distributed.peer_watch import Watch
 from tests.distributed.simulated_peers import SimulatedStreams, StreamMemory
 
 SIZE, COUNT = 3, 4  # processes, and values that a process stages for each other one
@@ -169,3 +173,23 @@ def test_after_an_error_others_get_nan_and_the_next_passes_are_right(fails_at):
 def test_keys_of_both_passes_share_memory_and_gradients_have_their_own():
     assert KEYS.region == KEYS_AGAIN.region != GRADIENTS.region
     assert len({kind.number for kind in KINDS}) == len(KINDS)
+
+
+def test_a_pass_that_does_not_end_in_time_ends_the_process():
+    events = [mock.Mock(**{"query.return_value": happens}) for happens in (True, False, False)]
+    with mock.patch.object(peer_watch, "_end") as end, mock.patch.object(time, "monotonic") as now:
+        watch = Watch(10.0)
+        now.return_value = 0.0
+        watch.look()
+        watch.add(events[0])
+        now.return_value = 20.0
+        watch.look()  # it has happened
+        watch.add(events[1])
+        now.return_value = 29.0
+        watch.look()
+        watch.add(events[2])  # the one before is still awaited
+        assert not end.called
+        now.return_value = 31.0
+        watch.look()
+    end.assert_called_once()
+    assert "did not answer within the 10 seconds" in end.call_args.args[0]

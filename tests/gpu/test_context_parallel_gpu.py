@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -245,3 +247,20 @@ CHECKS |= {
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_pass_in_every_process(name, verdicts):
     verdicts.assert_passed(name)
+
+
+@pytest.mark.skipif(not has_peers, reason="needs GPUs that access each other's memory")
+def test_the_timeout_of_the_group_ends_a_process_that_waits_for_another():
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+    ]
+    command += ["-m", "tests.gpu.peer_timeout"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode
+    assert "did not answer within the 8 seconds of the group's timeout" in ended.stderr
+    assert "nothing ended" not in ended.stdout
