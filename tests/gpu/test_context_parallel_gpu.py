@@ -251,15 +251,8 @@ def test_checks_pass_in_every_process(name, verdicts):
 
 @pytest.mark.skipif(not has_peers, reason="needs GPUs that access each other's memory")
 def test_the_timeout_of_the_group_ends_a_process_that_waits_for_another():
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-    ]
-    command += ["-m", "tests.gpu.peer_timeout"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += [str(WORLD), "-m", "tests.gpu.peer_timeout"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode
     assert "did not answer within the 8 seconds of the group's timeout" in ended.stderr
