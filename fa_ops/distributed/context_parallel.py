@@ -101,7 +101,7 @@ def context_parallel_attention(
             takes a message between hosts, 0.2 to 1 ms, and no GPU waits. Where it is off, unequal
             arguments may hang.
         timeout: seconds after which waiting for another process fails: between hosts, before the
-            first step, and on gloo in each step. ``None``: the group's. In steps on NCCL the
+            first step, and on gloo in each step. ``None``: the group's. In steps on GPUs the
             group's timeout always holds.
 
     Returns:

@@ -23,7 +23,7 @@ from fa_ops.distributed.peer_protocol import PeerProtocol
 
 TRANSPORTS = ("auto", "peer", "nccl")
 
-# of a group: what its processes share, or why they share nothing, and whether they are of one host
+# of a group and then a device: what the processes share, or why they share nothing
 _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -54,7 +54,7 @@ def describe(members: Members, device: torch.device, asked: str) -> str:
     if asked == "nccl":
         return backend
     group = members.group or dist.group.WORLD
-    found = _unsuitable(device) or _agreed.get(group)
+    found = _unsuitable(device) or _agreed.get(group, {}).get(device)
     if found is None:
         return f"peer or {backend}, which the processes agree on in the first call"
     return "peer" if isinstance(found, PeerProtocol) else f"{backend}, as {found}"
@@ -72,9 +72,10 @@ def _unsuitable(device: torch.device) -> str | None:
 def agreed(members: Members, device: torch.device, timeout: float | None) -> PeerProtocol | str:
     """What the group's processes share, or why they share nothing; the same on all of them."""
     group = members.group or dist.group.WORLD
-    if group not in _agreed:
-        _agreed[group] = _agree(members, group, device, timeout)
-    return _agreed[group]
+    known = _agreed.setdefault(group, {})
+    if device not in known:
+        known[device] = _agree(members, group, device, timeout)
+    return known[device]
 
 
 def _agree(
