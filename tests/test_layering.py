@@ -88,6 +88,12 @@ TOP = {
         "fa_ops.backends.dropout",
         *CALLS,
     ),
+    "fa_ops.distributed.peer_memory": (
+        "fa_ops.distributed.peer_protocol",
+        "fa_ops.distributed.peer_watch",
+        "fa_ops.backends.hopper.launch",  # calls of the CUDA driver
+    ),
+    "fa_ops.distributed.peer_watch": ("fa_ops.backends.hopper.launch",),
     "fa_ops.compat": (
         "fa_ops.compat",
         "fa_ops.api",

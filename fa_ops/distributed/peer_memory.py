@@ -37,7 +37,7 @@ def error() -> str | None:
 
 
 class PeerMemory:
-    """Staging memory and counters of a group's processes; see `peer_protocol.Memory`."""
+    """Staging memory and counters of a group's processes; see `peer_protocol.SharedMemory`."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._name, self._device = group.group_name, device  # the group, which ends before this

@@ -56,7 +56,7 @@ READY, DONE = range(2)
 Copies = list[tuple[int, Tensor]]  # (where in the other's staging memory, contiguous destination)
 
 
-class Memory(Protocol):
+class SharedMemory(Protocol):
     """What the protocol needs of the device. Streams are opaque."""
 
     rank: int
@@ -94,7 +94,7 @@ class Memory(Protocol):
         """Limit how long everything on the main stream so far may take."""
 
 
-class _Pass:
+class _RestOfPass:
     """What remains to be done in the current pass of a kind."""
 
     def __init__(self, readers: Iterable[int], sources: Iterable[int]) -> None:
@@ -104,10 +104,10 @@ class _Pass:
 class PeerProtocol:
     """The passes of this process, over the memory of a group on one device."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
         self._numbers = dict.fromkeys(KINDS, 0)
-        self._owed: dict[Kind, _Pass] = {}
+        self._owed: dict[Kind, _RestOfPass] = {}
         self._unread: list[list[tuple[int, int]]] = [[] for _ in range(REGIONS)]
         self._arriving: dict[int, Arrival] = {}  # whose tensors are still being written
 
@@ -130,7 +130,7 @@ class PeerProtocol:
         """
         self.memory.reserve(kind.region, nbytes)
         self._numbers[kind] += 1
-        self._owed[kind] = _Pass(readers, sources)
+        self._owed[kind] = _RestOfPass(readers, sources)
 
     def overwrite(self, kind: Kind) -> Tensor:
         """The staging memory, which the current stream may write from now on."""

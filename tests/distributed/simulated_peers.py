@@ -1,4 +1,4 @@
-"""The memory of `peer_protocol` without GPUs: simulated streams, and files that processes share."""
+"""`peer_protocol.SharedMemory` without GPUs: simulated streams, and files that processes share."""
 
 from __future__ import annotations
 

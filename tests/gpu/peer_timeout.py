@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 -m tests.gpu.peer_timeout
 
 from __future__ import annotations
 
-import os
 import time
 from datetime import timedelta
 
@@ -17,10 +16,10 @@ from fa_ops.distributed import context_parallel_attention
 
 def main() -> None:
     """Wait for a gradient that never comes."""
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=8))
+    rank = dist.get_rank()
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=8), device_id=device)
+    torch.cuda.set_device(device)
     q = torch.randn(1, 8, 512, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):
         out = context_parallel_attention(q, q, q, None, "ring", is_causal=True, transport="peer")
