@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import shutil
 import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -104,22 +104,23 @@ class FileMemory:
     def __init__(self, members, seconds: float = 60.0) -> None:
         self.rank, self.size, self._seconds = members.rank, members.size, seconds
         self._group = members.group
-        folder = [tempfile.mkdtemp(dir="/dev/shm") if self.rank == 0 else None]
-        dist.broadcast_object_list(folder, members.global_rank(0), group=self._group)
-        self._folder = Path(folder[0])
+        name = [f"fa_ops_{uuid.uuid4().hex}"]
+        dist.broadcast_object_list(name, members.global_rank(0), group=self._group)
+        self._name = name[0]
         self._regions: list[list[Tensor]] = [[] for _ in range(peer_protocol.REGIONS)]
         self._made = 0
         self._counters = self._shared(peer_protocol.counters(self.size), torch.int32)
 
-    def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def _shared(self, count: int, dtype: torch.dtype) -> list[Tensor]:
         self._made += 1
-        paths = [self._folder / f"{self._made}.{rank}" for rank in range(self.size)]
+        name = Path(tempfile.gettempdir(), f"{self._name}_{self._made}")
+        paths = [name.with_suffix(f".{rank}") for rank in range(self.size)]
         paths[self.rank].write_bytes(bytes(count * dtype.itemsize))
         dist.barrier(self._group)
-        return [torch.from_file(str(x), shared=True, size=count, dtype=dtype) for x in paths]
+        mapped = [torch.from_file(str(x), shared=True, size=count, dtype=dtype) for x in paths]
+        dist.barrier(self._group)
+        paths[self.rank].unlink()  # what is mapped remains
+        return mapped
 
     def main(self) -> None:
         return None
