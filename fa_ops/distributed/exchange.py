@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -226,10 +228,9 @@ def copy_rows(to: Tensor, of: Tensor) -> None:
 
 
 def _has_wide_rows(x: Tensor) -> bool:
-    unit = 16 // x.element_size()
     *strides, last = x.stride()
-    places = (x.shape[-1], x.storage_offset(), *strides)
-    return last == 1 and not any(n % unit for n in places) and x.data_ptr() % 16 == 0
+    places = x.shape[-1] | x.storage_offset() | functools.reduce(operator.or_, strides)
+    return last == 1 and not (places * x.element_size() | x.data_ptr()) % 16
 
 
 def tokens_first(x: Tensor) -> Tensor:
