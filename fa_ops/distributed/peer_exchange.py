@@ -40,7 +40,7 @@ class PeerExchange:
         self._rank, self._size = protocol.memory.rank, protocol.memory.size
         # a step of a ring has keys of one other process, another scheme's of all of them
         self._owners = 1 if scheme == RING else self._size - 1
-        self._kind = KEYS
+        self._kind, self._sizes = KEYS, None
 
     @contextlib.contextmanager
     def forward_pass(self, plan: StepPlan, k: Tensor, v: Tensor) -> Iterator[None]:
@@ -121,8 +121,11 @@ class PeerExchange:
         return 0 if self._owners == 1 else (owner - stager) % self._size - 1
 
     def _rows(self, k: Tensor, v: Tensor) -> _Rows:
-        (B, H, _, D), unit = k.shape, k.element_size()
-        return _Rows(self._layout.local, B * H * D * unit, B * H * v.shape[3] * unit)
+        if self._sizes is None:
+            (B, H, _, D), unit = k.shape, k.element_size()
+            sizes = B * H * D * unit, B * H * v.shape[3] * unit
+            self._sizes = _Rows(self._layout.local, *sizes)
+        return self._sizes
 
     def _routes(self, plan: StepPlan) -> Routes:
         """What follows from a plan; kept as long as this is used."""

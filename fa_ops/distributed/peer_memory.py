@@ -44,6 +44,7 @@ class PeerMemory:
         self.rank, self.size = group.rank(), group.size()
         self.side = torch.cuda.Stream(device)
         self._main: torch.cuda.Stream | None = None
+        self._free: list[torch.cuda.Event] = []  # making one takes longer than recording it
         self._regions: list[_Shared | None] = [None] * peer_protocol.REGIONS
         self._counters = self._shared(4 * peer_protocol.counters(self.size))
         self._counters.mine.zero_()
@@ -56,12 +57,12 @@ class PeerMemory:
 
     def main(self) -> torch.cuda.Stream:
         """The current stream; if it is another one than before, after what is there."""
-        stream = torch.cuda.current_stream(self._device)
-        if stream != self._main:
-            if self._main is not None:
-                stream.wait_stream(self._main)
-            self._main = stream
-        return stream
+        before, current = self._main, launch.current_stream(self._device.index)
+        if before is None or before.cuda_stream != current:
+            self._main = torch.cuda.current_stream(self._device)
+            if before is not None:
+                self._main.wait_stream(before)
+        return self._main
 
     def reserve(self, region: int, nbytes: int) -> None:
         """Replace staging memory that is too small, once no process reads it any more."""
@@ -106,16 +107,21 @@ class PeerMemory:
         )
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """An event."""
-        return stream.record_event()
+        """An event, which `follow` frees."""
+        event = self._free.pop() if self._free else torch.cuda.Event()
+        event.record(stream)
+        return event
 
     def follow(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Wait for an event."""
         stream.wait_event(event)
+        self._free.append(event)  # the stream waits for what has been recorded so far
 
     def watch(self) -> None:
         """A pass that does not end within the group's timeout ends this process."""
-        self._watch.add(self.main().record_event())
+        event = self._watch.latest or torch.cuda.Event()
+        event.record(self.main())
+        self._watch.latest = event
 
 
 class _Shared:

@@ -85,7 +85,7 @@ class SharedMemory(Protocol):
         """Wait until a counter of this process has at least a value."""
 
     def record(self, stream: object) -> object:
-        """An event: everything on the stream so far."""
+        """An event: everything on the stream so far. It is followed once."""
 
     def follow(self, stream: object, event: object) -> None:
         """Let the stream wait for an event."""
@@ -168,8 +168,9 @@ class PeerProtocol:
 
     def arrived(self, arrival: Arrival) -> None:
         """Let the current stream wait for an arrival."""
-        if arrival.event is not None:
-            self.memory.follow(self.memory.main(), arrival.event)
+        event, arrival.event = arrival.event, None
+        if event is not None:
+            self.memory.follow(self.memory.main(), event)
         self._arriving.pop(id(arrival), None)
 
     def _counter(self, kind: Kind, what: int, of: int) -> int:

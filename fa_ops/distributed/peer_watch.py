@@ -27,28 +27,27 @@ class Watch:
 
     That is what the timeout of an NCCL group does to processes that wait for one that has raised an
     error or ended; a process that is waiting for its GPU cannot raise.
+
+    Attributes:
+        latest: the end of the latest pass; None once it is awaited.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._oldest: tuple[Event, float] | None = None
+        self._seconds, self._since = seconds, 0.0
+        self.latest: Event | None = None
+        self._awaited: Event | None = None
 
     def start(self) -> Watch:
-        """Look at the event now and then, in a thread."""
+        """Look now and then, in a thread."""
         arguments = weakref.ref(self), self._seconds / 4
         threading.Thread(target=_look_on, args=arguments, daemon=True).start()
         return self
 
-    def add(self, event: Event) -> None:
-        """Watch the event at the end of a pass, unless one before has not happened yet."""
-        if self._oldest is None or self._oldest[0].query():
-            self._oldest = event, time.monotonic()
-
     def look(self) -> None:
-        """End the process if the event is overdue."""
-        if self._oldest is None or self._oldest[0].query():
-            return
-        if time.monotonic() - self._oldest[1] > self._seconds:
+        """End the process if the awaited event is overdue; await the latest if it has happened."""
+        if self._awaited is None or self._awaited.query():
+            self._awaited, self.latest, self._since = self.latest, None, time.monotonic()
+        elif time.monotonic() - self._since > self._seconds:
             _end(
                 "context parallel attention: another process of the group did not answer within "
                 f"the {self._seconds:g} seconds of the group's timeout, it may have raised an "

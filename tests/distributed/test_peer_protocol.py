@@ -176,18 +176,21 @@ def test_keys_of_both_passes_share_memory_and_gradients_have_their_own():
 
 
 def test_a_pass_that_does_not_end_in_time_ends_the_process():
-    events = [mock.Mock(**{"query.return_value": happens}) for happens in (True, False, False)]
+    first, last = (mock.Mock(**{"query.return_value": False}) for _ in range(2))
     with mock.patch.object(peer_watch, "_end") as end, mock.patch.object(time, "monotonic") as now:
-        watch = Watch(10.0)
-        now.return_value = 0.0
+        watch, now.return_value = Watch(10.0), 0.0
         watch.look()
-        watch.add(events[0])
+        watch.latest = first
+        watch.look()
+        assert watch.latest is None  # the event is recorded no more
+        watch.latest = last
+        now.return_value = 9.0
+        watch.look()
+        first.query.return_value = True
         now.return_value = 20.0
-        watch.look()  # it has happened
-        watch.add(events[1])
+        watch.look()  # awaits the last one from now on
         now.return_value = 29.0
         watch.look()
-        watch.add(events[2])  # the one before is still awaited
         assert not end.called
         now.return_value = 31.0
         watch.look()
