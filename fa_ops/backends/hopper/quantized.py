@@ -147,6 +147,7 @@ class QuantizedPlan:
         config = quantized_config(D, Dv, dtype != E4M3)
         self.device = device
         signs = dtype == E4M3
+        head_scales = signs and all(len(shape) < 3 for shape in scales[1:])
         if dtype == E4M3:
             self.source, dtype = scaled.Scaled(device, shapes, strides, scales), torch.bfloat16
         else:
@@ -162,7 +163,7 @@ class QuantizedPlan:
         defines = kernel_defines(
             config, dtype, is_int8, window=has_window, left=left < UNBOUNDED, kv_lens=has_lens,
             ranges=ranges is not None, softcap=softcap and softcap_kind(softcap), sinks=has_sinks,
-            signs=signs, rotated=rotate * D,
+            signs=signs, rotated=rotate * D, head_scales=head_scales,
         )  # fmt: skip
         self.kernel = kernel(
             "quantized", "quantized", device, config.threads, config.shared_bytes,
@@ -231,12 +232,13 @@ def _maps(
 def kernel_defines(
     config: QuantizedConfig, dtype: torch.dtype, is_int8: bool = True, *, window: bool = False,
     left: bool = False, kv_lens: bool = False, ranges: bool = False, softcap: int = 0,
-    sinks: bool = False, signs: bool = False, rotated: int = 0,
+    sinks: bool = False, signs: bool = False, rotated: int = 0, head_scales: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """The macros of a kernel.
 
     `window`: causal or a window; `left`: the window has a left side; `signs`: scales may be
-    negative; `rotated`: features of queries that are rotated here.
+    negative; `rotated`: features of queries that are rotated here; `head_scales`: all keys of a
+    head have one scale, and all of its values.
     """
     return config.defines() | {
         "IS_BF16": int(dtype == torch.bfloat16),
@@ -248,6 +250,7 @@ def kernel_defines(
         "HAS_SOFTCAP": int(softcap),
         "HAS_SINKS": int(sinks),
         "HAS_SIGNS": int(signs),
+        "HEAD_SCALES": int(head_scales),
         "ROTATED_BITS": quantize.rotated_bits(rotated) if config.quantises_queries else 0,
     }
 

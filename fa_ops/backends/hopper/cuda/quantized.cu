@@ -5,6 +5,7 @@
 // SHARED_BYTES SUMMED_KEYS HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_SINKS
 // SUMS_BY_PRODUCT: row sums are products with ones, in place of additions
 // HAS_SIGNS: scales may be negative
+// HEAD_SCALES: all keys of a head have one scale, and all of its values
 // QUANTISES_QUERIES ROTATED_BITS: queries have 16 bits
 // PACKED_QUERIES: of packed sequences; IS_PAGED COPY_KEYS: whose keys are in pages
 #define HAS_MASK 0

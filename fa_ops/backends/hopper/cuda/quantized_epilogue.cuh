@@ -11,7 +11,11 @@ struct QuantizedEpilogue {
   float t[PRODUCTS];  // accumulators of the last blocks: weights times values, and times ones
   float sums[2];      // row sums: this thread's part, or complete with SUMS_BY_PRODUCT
   QuantizedSoftmax softmax;
+#if HEAD_SCALES
+  float value_scale;
+#else
   float2 channel_scales[OUTPUTS / 4];  // value scales of the channels of this thread
+#endif
   float offset[2];                     // the constant missing from the scores of each row
 
   DEVICE QuantizedEpilogue(const QuantizedParams& p, const QuantizedShared& sm, int c)
@@ -22,11 +26,23 @@ struct QuantizedEpilogue {
     const Tile tile = work_tile();
     const float* v_scale =
         p.v_scale + (long long)(batch_row(p, tile) * (p.Hq / p.group) + tile.h / p.group) * p.Dv;
+#if HEAD_SCALES
+    value_scale = *v_scale;
+#else
 #pragma unroll
     for (int i = 0; i < OUTPUTS / 4; i++)
       channel_scales[i] = *(const float2*)(v_scale + 8 * i + (lane & 3) * 2);
+#endif
 #pragma unroll
     for (int r = 0; r < 2; r++) offset[r] = p.offset ? p.offset[lse_at(tile, r)] : 0.f;
+  }
+
+  DEVICE float2 scale_of_channels([[maybe_unused]] int i) const {
+#if HEAD_SCALES
+    return make_float2(value_scale, value_scale);
+#else
+    return channel_scales[i];
+#endif
   }
 
   DEVICE Tile work_tile() const { return load_tile(slot_at<WORK_ITEM_BYTES>(sm.work, work.stage)); }
@@ -70,7 +86,7 @@ struct QuantizedEpilogue {
           const int at = i + 4 * j;
           x[j] = 0;
           if (at >= OUTPUTS) continue;
-          const float2 scale = channel_scales[at / 4];
+          const float2 scale = scale_of_channels(at / 4);
           x[j] = pack(t[at] * inverse * scale.x, t[at + 1] * inverse * scale.y);
         }
         transpose_quad(x);

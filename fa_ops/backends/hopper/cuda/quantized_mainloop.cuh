@@ -29,6 +29,9 @@ struct QuantizedConsumer : QuantizedEpilogue {
   Weights weights;
   SharedTotals totals;
   KeyRange range0, range1;  // the keys of this thread's two rows
+#if HEAD_SCALES
+  bool negative[2], some_negative;  // the product of the scales of a row, and that in some row of this warp
+#endif
 
   DEVICE void start_scores() {
 #if IS_INT8
@@ -128,6 +131,11 @@ struct QuantizedConsumer : QuantizedEpilogue {
       const float unit = p.tanh_scale * softmax.row_scale[i >> 1 & 1] * softmax.key_scale[i / KEY_SCORES];
       set(s[i], softcap_tanh((as_float(s[i]) - FIRST) * unit));
     }
+#elif HEAD_SCALES
+    if (some_negative)
+#pragma unroll
+      for (int i = 0; i < SCORES; i++)
+        if (negative[i >> 1 & 1]) s[i] = -s[i];
 #elif HAS_SIGNS
 #pragma unroll
     for (int part = 0; part < KEY_SCALES; part++) {
@@ -150,6 +158,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
   }
 
   DEVICE void load_key_scale(int block) {
+    if (HEAD_SCALES) return;
     const KeyScales x = key_scales[block];
 #pragma unroll
     for (int part = 0; part < KEY_SCALES; part++) softmax.key_scale[part] = x.scales[part];
@@ -289,7 +298,21 @@ struct QuantizedConsumer : QuantizedEpilogue {
       softmax.row_scale[r] =
           scales[min(row + 8 * r, queries_of(p, tile) - 1)] * (HAS_SOFTCAP ? 1.f : p.scale_log2);
 #endif
-    key_scales = (const KeyScales*)(p.k_scale + first_key_scale(p, tile));
+    const float* key_scale = p.k_scale + first_key_scale(p, tile);
+#if HEAD_SCALES
+    some_negative = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float& scale = softmax.row_scale[r];
+      scale *= *key_scale;
+      negative[r] = scale < 0.f, some_negative |= negative[r];
+      if (!HAS_SOFTCAP) scale = QuantizedSoftmax::unit_of(scale);
+    }
+    some_negative = __any_sync(~0u, some_negative);
+    softmax.key_scale[0] = 1.f;
+#else
+    key_scales = (const KeyScales*)key_scale;
+#endif
     softmax.reset();
     sums[0] = sums[1] = 0.f;
     totals.reset(slot_at<TOTAL_BYTES>(sm.totals, c) + tid * 16);

@@ -27,8 +27,8 @@ constexpr float WEIGHT_BITS = 8.f, UNIT_WEIGHT = 256.f;
 // no sum of weights exceeds 2^MAX_SUM_BITS.
 constexpr float SLACK_BITS = 4.f, MAX_SUM_BITS = 60.f;
 
-// 64 keys share a scale: a thread holds KEY_SCORES scores of them.
-constexpr int KEY_SCALES = BLOCK_N / 64, KEY_SCORES = SCORES / KEY_SCALES;
+// 64 keys share a scale, or with HEAD_SCALES all keys of a head: a thread holds KEY_SCORES scores of them.
+constexpr int KEY_SCALES = HEAD_SCALES ? 1 : BLOCK_N / 64, KEY_SCORES = SCORES / KEY_SCALES;
 struct alignas(4 * KEY_SCALES) KeyScales {
   float scales[KEY_SCALES];
 };
@@ -48,44 +48,53 @@ struct QuantizedSoftmax {
   bool max_moved;      // in some row of this warp, in the last block
   bool has_negative_max;  // in some row of this warp
   float rescale[2];    // if so, the factors for everything accumulated before
-  float row_scale[2];  // query scales, times the scale of the scores
-  float key_scale[KEY_SCALES];  // one per 64 keys of the block
+  float row_scale[2];  // query scales, times the scale of the scores, and with HEAD_SCALES that of the keys
+  float key_scale[KEY_SCALES];  // one per 64 keys of the block; 1 with HEAD_SCALES
 
   DEVICE void reset() {
     max[0] = max[1] = UNINITIALISED_MAX, has_negative_max = true;
   }
 
+  static DEVICE float unit_of(float scale) { return fmaxf(fabsf(scale), 1e-37f); }
+
   // The log2 of a weight, from a product with the sign of the score.
   DEVICE float unit(const QuantizedParams& p, int row, int part) const {
-    return HAS_SOFTCAP ? p.scale_log2 : fmaxf(fabsf(row_scale[row] * key_scale[part]), 1e-37f);
+    if (HAS_SOFTCAP) return p.scale_log2;
+    return HEAD_SCALES ? row_scale[row] : unit_of(row_scale[row] * key_scale[part]);
   }
 
   // The largest score of a row in one part of this thread's keys. The bits of floats are compared as
   // integers, for which Hopper has a three-way maximum; this is correct if at least one is not negative.
   template <int ROW, int PART, bool AS_BITS>
   DEVICE float largest_in_part(const QuantizedParams& p, const Scores& s) const {
-    float x[4];  // four maxima, so that comparisons do not form one chain
-    int bits[2];
+    constexpr int CHAINS = KEY_SCALES == 1 ? 4 : 2;
+    float x[4];  // several maxima, so that comparisons do not form one chain
+    int bits[CHAINS];
 #pragma unroll
     for (int i = 0; i < KEY_SCORES / 4; i++) {
       const int at = PART * KEY_SCORES + 4 * i + 2 * ROW;
       if (AS_BITS) {
         const int pair = larger(as_bits(s[at]), as_bits(s[at + 1]));
-        bits[i % 2] = i < 2 ? pair : larger(pair, bits[i % 2]);
+        bits[i % CHAINS] = i < CHAINS ? pair : larger(pair, bits[i % CHAINS]);
       } else {
         const float pair = fmaxf(as_float(s[at]), as_float(s[at + 1]));
         x[i % 4] = i < 4 ? pair : fmaxf(x[i % 4], pair);
       }
     }
     const float factor = unit(p, ROW, PART);
-    const float largest = AS_BITS ? __int_as_float(larger(bits[0], bits[1]))
+    int largest_bits = AS_BITS ? bits[0] : 0;
+#pragma unroll
+    for (int i = 1; i < CHAINS; i++)
+      if (AS_BITS) largest_bits = larger(largest_bits, bits[i]);
+    const float largest = AS_BITS ? __int_as_float(largest_bits)
                                   : fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
     return ZERO > 0.f ? fmaf(largest, factor, -ZERO * factor) : largest * factor;
   }
 
   template <bool AS_BITS, int ROW>
   DEVICE float largest_score(const QuantizedParams& p, const Scores& s) const {
-    return fmaxf(largest_in_part<ROW, 0, AS_BITS>(p, s), largest_in_part<ROW, 1, AS_BITS>(p, s));
+    const float first = largest_in_part<ROW, 0, AS_BITS>(p, s);
+    return KEY_SCALES == 1 ? first : fmaxf(first, largest_in_part<ROW, KEY_SCALES - 1, AS_BITS>(p, s));
   }
 
   // Moves the running maxima if necessary. Each of a row's four lanes tests its own scores, and they exchange
