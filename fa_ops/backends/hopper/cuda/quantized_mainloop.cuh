@@ -176,11 +176,10 @@ struct QuantizedConsumer : QuantizedEpilogue {
     take_turn();
     value_product();
     wgmma_wait<0>();
-    fence_operand(t);
+    finish_block();  // while there are no scores, whose registers it needs
     start_scores();
     score_product();
     pass_turn();
-    finish_block();
     wgmma_wait<0>();
     find_max(block, n, summed == 0);
     rescale();  // before the exponentials, so that rounding overlaps with them

@@ -7,6 +7,8 @@
 #include "quantized_shared.cuh"
 
 struct SharedTotals {
+  static constexpr int BATCH = 32;  // elements that are loaded at once
+
   u32 at;           // the address of this thread's first elements
   bool exist;       // whether something has been added
   float factor[2];  // the factor of a row's elements
@@ -34,16 +36,23 @@ struct SharedTotals {
       factor[r] = __int_as_float(exponent);
     }
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; i += 8) {
-      int4 x = load_shared<int4>(piece(i));
-      int* const words[4] = {&x.x, &x.y, &x.z, &x.w};
+    for (int begin = 0; begin < OUTPUTS; begin += BATCH) {
+      int4 x[BATCH / 8];  // several at once, as a load takes longer than what follows it
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        if (i + 2 * j >= OUTPUTS) continue;
-        const u32 added = pack_halves(t[i + 2 * j] * unit[j & 1], t[i + 2 * j + 1] * unit[j & 1]);
-        *words[j] = fma_halves(*words[j], shrink[j & 1], added);
+      for (int i = begin; i < begin + BATCH && i < OUTPUTS; i += 8)
+        x[(i - begin) / 8] = load_shared<int4>(piece(i));
+#pragma unroll
+      for (int i = begin; i < begin + BATCH && i < OUTPUTS; i += 8) {
+        int4& y = x[(i - begin) / 8];
+        int* const words[4] = {&y.x, &y.y, &y.z, &y.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          if (i + 2 * j >= OUTPUTS) continue;
+          const u32 added = pack_halves(t[i + 2 * j] * unit[j & 1], t[i + 2 * j + 1] * unit[j & 1]);
+          *words[j] = fma_halves(*words[j], shrink[j & 1], added);
+        }
+        store_shared(piece(i), y);
       }
-      store_shared(piece(i), x);
     }
     exist = true;
   }
