@@ -172,9 +172,10 @@ struct QuantizedConsumer : QuantizedEpilogue {
   }
 
   DEVICE void step_in_turn(int block, const BlockRange& n) {
-    wait_values(), wait_keys();
+    wait_values();
     take_turn();
     value_product();
+    wait_keys();  // during the product
     wgmma_wait<0>();
     finish_block();  // while there are no scores, whose registers it needs
     start_scores();
