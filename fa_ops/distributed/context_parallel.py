@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.argument_types import Window
-from fa_ops.distributed import agreement, costs, plans, transports, whole_heads
+from fa_ops.distributed import agreement, costs, plans, stepwise, transports, whole_heads
 from fa_ops.distributed.costs import SchemeChoice
 from fa_ops.distributed.dropout import RowWords, agreed_seed, row_words
 from fa_ops.distributed.graph_breaks import outside_graphs
@@ -313,6 +313,8 @@ def _stepwise(
     )
     dropout = None if words is None else words(known[0])
     job = Job(*known, exchange, request.options.step_options, slopes, dropout)
+    if not torch.is_grad_enabled():
+        return stepwise.attend(query, key, value, sinks, job)[:2]
     return StepwiseAttention.apply(query, key, value, sinks, job)
 
 

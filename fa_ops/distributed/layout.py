@@ -139,10 +139,10 @@ def members(group: dist.ProcessGroup | None) -> tuple[int, int]:
             "sequences are distributed over the processes of torch.distributed, which is not "
             "initialised: call init_process_group first"
         )
-    rank = dist.get_rank(group)
-    if rank < 0:
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
         raise ValueError(f"group must contain this process, rank {dist.get_rank()}")
-    return rank, dist.get_world_size(group)
+    return found.rank(), found.size()
 
 
 def groups_of(mesh_or_group) -> tuple[Members, ...]:

@@ -48,30 +48,38 @@ class Job(NamedTuple):
         return sinks is not None and self.plan.parts < 2 and not biased
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job, keeps_keys: bool = False
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """out and lse of the keys of all steps, and with `keeps_keys` those received, by step."""
+    partial, sinks_in_calls = Partial(q, v, job.plan.parts), job.sinks_in_calls(sinks)
+    kept = {}
+    with job.exchange.forward_pass(job.plan, k, v):
+        for number, step, (keys, values), held in job.exchange.keys(job.plan, k, v):
+            if held is not None and keeps_keys:
+                kept[number] = held.x
+            for call in step.calls:
+                spec, row_terms = arguments(job, call, q)
+                if sinks_in_calls:
+                    spec = spec._replace(sinks=sinks.detach())
+                part, part_lse = operators.forward(
+                    q[call.batches, :, call.rows],
+                    keys[call.batches, :, call.keys],
+                    values[call.batches, :, call.keys],
+                    spec,
+                )
+                partial.add(call, part, part_lse if row_terms is None else part_lse + row_terms)
+    return *partial.finish(sinks, sinks_in_calls, job.outside), kept
+
+
 class StepwiseAttention(torch.autograd.Function):
     """apply(query, key, value, sinks, job) -> (out, lse)."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, job: Job):
         """Attend the keys of all steps."""
-        partial, sinks_in_calls = Partial(q, v, job.plan.parts), job.sinks_in_calls(sinks)
-        keeps_keys, kept = job.keeps_keys and any(ctx.needs_input_grad), {}
-        with job.exchange.forward_pass(job.plan, k, v):
-            for number, step, (keys, values), held in job.exchange.keys(job.plan, k, v):
-                if held is not None and keeps_keys:
-                    kept[number] = held.x
-                for call in step.calls:
-                    spec, row_terms = arguments(job, call, q)
-                    if sinks_in_calls:
-                        spec = spec._replace(sinks=sinks.detach())
-                    part, part_lse = operators.forward(
-                        q[call.batches, :, call.rows],
-                        keys[call.batches, :, call.keys],
-                        values[call.batches, :, call.keys],
-                        spec,
-                    )
-                    partial.add(call, part, part_lse if row_terms is None else part_lse + row_terms)
-        out, lse = partial.finish(sinks, sinks_in_calls, job.outside)
+        keeps_keys = job.keeps_keys and any(ctx.needs_input_grad)
+        out, lse, kept = attend(q, k, v, sinks, job, keeps_keys)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *kept.values())
         ctx.job, ctx.kept = job, tuple(kept)
         ctx.set_materialize_grads(False)

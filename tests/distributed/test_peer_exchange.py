@@ -77,6 +77,9 @@ def check_same_bits() -> None:
             for _ in range(3):
                 for one, other in zip(step(tensors, scheme), expected, strict=True):
                     assert torch.equal(one, other)
+            with torch.no_grad():
+                out = context_parallel_attention(*tensors, None, scheme, is_causal=True)
+            assert torch.equal(out, expected[0]) and not out.requires_grad
 
 
 def check_graphs_of_several_calls() -> None:
