@@ -329,7 +329,7 @@ def test_extreme_numbers_are_quantised_as_defined(driver, programs, tmp_path):
 
 
 def decoding_call(D=64, rotary=0, **changes):
-    case = CacheCase(B=2, Hq=8, Hkv=2, S=640, D=D, Dv=D, dtype=torch.bfloat16, rotary=rotary,
+    case = CacheCase(B=2, Hq=8, Hkv=2, S=960, D=D, Dv=D, dtype=torch.bfloat16, rotary=rotary,
                      new=1, **changes)  # fmt: skip
     q, k, v, cache, spec = case.fresh()
     return Call(CACHED, q, k, v, spec, cache=cache)
@@ -475,8 +475,8 @@ def test_what_it_does_not_write(on_hopper, changes, message):
 
 
 def test_a_cache_that_no_kernel_attends_is_not_written(on_hopper):
-    call = decoding_call(page_size=8)
-    assert "needs pages of 16" in hopper.supports(call)
+    call = decoding_call(page_size=4, Sq=16)
+    assert "needs pages of 8" in hopper.supports(call)
     assert "in one call" in hopper.supports(call._replace(kind=APPEND))
     rest = call.read_only()
     assert rest.cache == Cache(call.cache.page_table) and rest.spec is call.spec

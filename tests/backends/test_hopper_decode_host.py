@@ -19,7 +19,7 @@ def driver(driver):
     return driver
 
 
-def qkv(Sk=600):
+def qkv(Sk=900):
     q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16)
     return q, *(torch.randn(2, 2, Sk, 64, dtype=torch.bfloat16) for _ in range(2))
 

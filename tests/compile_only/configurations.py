@@ -36,6 +36,7 @@ DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 DIMS += ((40, 40), (96, 96), (112, 112), (160, 160))
 E4M3 = torch.float8_e4m3fn
 PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
+DECODED_PAGES = (*PAGES, 1)
 CAUSAL = {"window": True}
 # Features of dense calls, as `kernel_defines` has them; a backward pass has no sinks.
 FEATURES = {
@@ -87,12 +88,12 @@ def configurations() -> Iterator[Configuration]:
             yield from _backward(f"backward D{D}/{Dv} {word}", D, Dv, dtype)
         yield from _wide(f"forward D512/512 {word}", 512, dtype)
         yield from _wide_backward(f"backward D512/512 {word}", 512, dtype)
-        for D, page in itertools.product((64, 128, 192, 256), PAGES):
+        for D, page in itertools.product((64, 128, 192, 256), DECODED_PAGES):
             yield from _decode(f"decode D{D} page{page} {word}", D, page, dtype)
             yield from _decode_e4m3(f"decode D{D} page{page} {word} e4m3", D, page, dtype)
         for D, Dv in ((64, 64), (128, 128), (256, 256), (80, 40)):
             yield from _quantized(f"D{D}/{Dv} {word}", D, Dv, dtype)
-        for page in PAGES:
+        for page in DECODED_PAGES:
             config = decode_configs.mla_config(page)
             defines = mla.kernel_defines(config, dtype, paged=page > 0)
             yield Configuration(

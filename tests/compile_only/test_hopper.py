@@ -410,7 +410,7 @@ def kernel_counts(sass, instruction, start="backward"):
 # With every option and 16 rows, whatever the pages; without options, as most calls are.
 DECODE = [
     *((64, 16, 16), (128, 0, 16), (128, 64, 16), (256, 16, 16)),
-    *((64, 0, 8), (128, 0, 8), (128, 64, 8), (256, 64, 8)),
+    *((64, 0, 8), (128, 0, 8), (128, 64, 8), (256, 64, 8), (128, 1, 8), (256, 2, 8)),
 ]
 
 
@@ -427,14 +427,14 @@ def test_decode(head_dim, page, rows, tmp_path):
     assert sass.count("HMMA") == 2 * (head_dim // 16) + head_dim // 8
     # warps merge together, and the compiler knows it: no other code for lanes that come one by one
     assert not kernel_counts(sass, "WARPSYNC.COLLECTIVE", "combine")["combine"]
-    assert sass.count("UTMALDG") > 0
+    assert sass.count("UTMALDG") > 0 and (sass.count("LDGSTS") > 0) == (page in (1, 2))
     assert not unwritten_uniform_registers(sass)
 
 
 # Scales: of rows of the batch, of pages, of tokens.
 @pytest.mark.parametrize(
     "dims, page, rows, scales",
-    [((128, 128), 0, 8, 1), ((192, 128), 16, 16, 2), ((256, 256), 64, 16, 3)],
+    [((128, 128), 0, 8, 1), ((192, 128), 16, 16, 2), ((256, 256), 64, 16, 3), ((64, 64), 1, 8, 2)],
 )
 def test_decode_of_e4m3(dims, page, rows, scales, tmp_path):
     config = decode_configs.decode_config(*dims, rows, page, is_e4m3=True, scales=scales)
@@ -458,7 +458,7 @@ def test_kernels_that_run_before_others_do_not_spill(kind, tmp_path):
     assert_clean(compiled_entries(tmp_path, kind, entries, {})[1])
 
 
-@pytest.mark.parametrize("page", [0, 16, 64])
+@pytest.mark.parametrize("page", [0, 1, 16, 64])
 def test_mla(page, tmp_path):
     config = decode_configs.mla_config(page)
     assert config.shared_bytes <= configs.SHARED_LIMIT
@@ -468,6 +468,7 @@ def test_mla(page, tmp_path):
     # one product per 16 features, and one per 16 keys of a warpgroup's own tiles and of the
     # other's, under scores and without
     assert sass.count("HGMMA") == 576 // 16 + 3 * (64 // 16)
+    assert (sass.count("LDGSTS") > 0) == (page == 1)
     # six, of which ptxas adds one where a new reference rescales what no product in flight writes
     assert sass.count("WARPGROUP.DEPBAR") == 6 and log.count("C7517") == 1
     assert not kernel_counts(sass, "WARPSYNC.COLLECTIVE", "combine")["combine"]

@@ -120,7 +120,9 @@ def decodes() -> list[Cached]:
     ]
     sizes = ((8, 8192, 64), (1, 1024, 0), (1, 16384, 64), (64, 4096, 0))
     appends = [Cached(*size, append=True) for size in sizes]
-    return [*plain, *narrow, *appends, Cached(8, 8192, heads=(32, 1, 576))]
+    small = [Cached(B, S, page) for page in (1, 8) for B, S in ((8, 8192), (64, 4096))]
+    latent = [Cached(8, 8192, page, heads=(32, 1, 576)) for page in (0, 1)]
+    return [*plain, *narrow, *appends, *small, *latent]
 
 
 def prompts() -> list[Cached]:

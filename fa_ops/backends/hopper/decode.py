@@ -24,6 +24,7 @@ from fa_ops.backends.hopper.split_kv import (
     by_head,
     cache_sizes,
     check_tiles,
+    gathering_error,
     processors,
     table_layout,
 )
@@ -45,7 +46,8 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
     rows = queries_of_kv_head(q, k, cache)
     if rows > MAX_ROWS:
         return f"attends {MAX_ROWS} queries of a kv head at once, got {rows}"
-    return memory_error(q, k, v, cache, spec, (_E4M3,))
+    reason = memory_error(q, k, v, cache, spec, (_E4M3,))
+    return reason or gathering_error(cache, {"key_cache": k, "value_cache": v})
 
 
 def memory_error(
@@ -133,7 +135,8 @@ class DecodeFamily(SplitKvFamily):
         )
         self.config, self.cache_dtype = config, torch.uint8 if is_e4m3 else dtype
         self.groups = self.ctas // width
-        self.idle = -(B * Hkv // width) % self.groups  # as in the kernel
+        self.items = B * Hkv // width
+        self.idle = -self.items % self.groups  # as in the kernel
         self.has_uneven_items = has_lens or ranges is not None
         self._before_capacity = B, Hq, Hkv, group, Sq
         self._after_capacity = (
@@ -157,8 +160,9 @@ class DecodeFamily(SplitKvFamily):
 
     def shares_rows(self, capacity: int) -> bool:
         """Whether CTAs may share a row; the kernel uses the same rule."""
-        tiles = -(-capacity // self.block_n)
-        return tiles > 1 and (self.has_uneven_items or self.idle * tiles > self.groups)
+        if self.has_short_rows(self.items, self.groups, capacity, self.config.whole_tiles):
+            return False
+        return self.has_uneven_items or self.idle * -(-capacity // self.block_n) > self.groups
 
 
 class DecodePlan(SplitKvPlan):

@@ -20,6 +20,7 @@ from fa_ops.backends.hopper.split_kv import (
     by_head,
     cache_sizes,
     check_tiles,
+    gathering_error,
     processors,
     table_layout,
 )
@@ -50,7 +51,8 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
         return "has no mask, ALiBi, sinks or key_ranges for latent caches"
     if spec.dropout_p > 0:
         return f"has no dropout for latent caches, got {spec.dropout_p}"
-    return split_kv_error(q, k, cache, spec, {"query": q, "key_cache": k})
+    reason = split_kv_error(q, k, cache, spec, {"query": q, "key_cache": k})
+    return reason or gathering_error(cache, {"key_cache": k})
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -90,8 +92,9 @@ class MlaFamily(SplitKvFamily):
         heads = -(-Hq // head_blocks)
         tokens = min(config.rows // heads, Sq)
         blocks = head_blocks * -(-Sq // tokens)
-        width = _group_width(blocks, processors(device))
+        self.width = width = _group_width(blocks, processors(device))
         self.items = -(-blocks // width)
+        self.whole_tiles = 2 + 2 * ((tokens * heads + 32) // 64)  # as in the kernel
         defines = kernel_defines(config, dtype, paged=table is not None, kv_lens=has_lens)
         q_map = TensorMap(dtype, q_shape, q_strides, tokens, heads=heads)
         super().__init__(
@@ -121,7 +124,10 @@ class MlaPlan(SplitKvPlan):
         pages, page, capacity = cache_sizes(k_shape, table and table[0])
         self.family = family = _family(dtype, device, q_shape, q_strides, pages, page, options)
         check_tiles(q_shape[0], family.items, capacity)
-        self.kernels = family.kernels[: 1 + (capacity > family.block_n)]
+        items = q_shape[0] * family.items
+        groups = family.ctas // family.width
+        is_short = family.has_short_rows(items, groups, capacity, family.whole_tiles)
+        self.kernels = family.kernels[: 1 if is_short else 2]
         self.k_map = family.cache_map(dtype, k_shape, k_strides)
         self.strides = _STRIDES.pack(*q_strides[:3], *k_strides[:3])
         self.scalars = family.scalars(capacity)

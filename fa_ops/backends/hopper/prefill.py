@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import decode, dense_forward, dequantize
 from fa_ops.backends.hopper.configs import padded
-from fa_ops.backends.hopper.problem import MISALIGNED, tma_aligned
+from fa_ops.backends.hopper.problem import MISALIGNED, page_error, tma_aligned
 from fa_ops.call import CACHED, CacheTensors, Call, Run, general
 from fa_ops.types import Cache, DenseTensors, Spec
 
@@ -22,6 +22,8 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
     D, Dv = q.shape[3], v.shape[3]
     if padded(Dv) > padded(D):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
+    if cache.page_table is not None and (reason := page_error(k.shape[1])):
+        return reason
     is_e4m3 = k.dtype == dequantize.E4M3
     reason = decode.memory_error(q, k, v, cache, spec, (dequantize.E4M3,) if is_e4m3 else ())
     return dequantize.error(q, k, v, cache) if is_e4m3 and reason is None else reason

@@ -11,6 +11,7 @@ from fa_ops.geometry import rows_are_aligned
 from fa_ops.types import ALIGNMENT, MAX_LENGTH
 
 LOG2E = 1.4426950408889634
+COPIED_PAGES = (4, 8, 16, 32)  # keys of pages that one TMA copy brings
 UNBOUNDED = MAX_LENGTH  # the size of an unbounded window, as in cuda/ptx.cuh
 MISALIGNED = ALIGNMENT - 1  # bits of an address that TMA cannot read
 MAX_NARROW_DIM = 256  # head dimension of all kernels but one
@@ -75,6 +76,23 @@ def window_sides(is_causal: bool, left: int, right: int) -> tuple[int, int, bool
     right = min(0 if is_causal else UNBOUNDED, right if right >= 0 else UNBOUNDED)
     left = min(left, UNBOUNDED) if left >= 0 else UNBOUNDED
     return left, right, min(left, right) < UNBOUNDED
+
+
+def copy_keys(page: int) -> int:
+    """The number of keys of a page that one TMA copy brings, or 1 where keys are gathered.
+
+    `page`: keys of a page; 0 for a contiguous cache.
+    """
+    if page % 64 == 0:
+        return 64
+    return page if page in COPIED_PAGES else 1
+
+
+def page_error(page: int) -> str | None:
+    """Why prompts do not attend pages of so many keys, or None."""
+    if copy_keys(page) < 8:
+        return f"needs pages of 8, 16, 32 or a multiple of 64 keys, got {page}"
+    return None
 
 
 def section_of(heads: int, bytes_per_head: int, limit: int) -> int:

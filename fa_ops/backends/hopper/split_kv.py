@@ -27,13 +27,15 @@ from fa_ops.backends.hopper.launch import (
     launch_dependent,
     processors,
 )
-from fa_ops.backends.hopper.problem import MISALIGNED, limit_error, tma_aligned
+from fa_ops.backends.hopper.problem import MISALIGNED, copy_keys, limit_error, tma_aligned
 from fa_ops.call import CacheTensors
 from fa_ops.geometry import rows_are_aligned
 from fa_ops.types import ALIGNMENT, Cache, Spec, default_scale
 
 if TYPE_CHECKING:
     from fa_ops.backends.hopper.append import Appender
+
+_MAX_GATHERED_BYTES = 16 << 32  # offsets count units of 16 bytes in 32 bits
 
 
 def cache_error(
@@ -49,8 +51,6 @@ def cache_error(
         return f"decodes bfloat16 and float16 caches, got {k.dtype} for queries of {q.dtype}"
     if cache.key is not None or cache.rotary_cos is not None:
         return "does not write to caches"
-    if table is not None and (k.shape[1] % 16 or (k.shape[1] % 64 and 64 % k.shape[1])):
-        return f"needs pages of 16, 32 or a multiple of 64 keys, got {k.shape[1]}"
     table_length = None if table is None else table.shape[1]
     *_, keys = cache_sizes(by_head(k.shape, table is not None), table_length)
     reason = limit_error(default_scale(spec, q.shape[-1]), q.shape[2], keys)
@@ -59,6 +59,20 @@ def cache_error(
     for name, t in tensors.items():
         if not rows_are_aligned(t):
             return f"needs rows at multiples of {ALIGNMENT} bytes, {name} has strides {t.stride()}"
+    return None
+
+
+def gathering_error(cache: Cache, tensors: dict[str, Tensor]) -> str | None:
+    """Why the kernels cannot gather keys from these tensors of pages, or None."""
+    for name, t in tensors.items():
+        if cache.page_table is None or copy_keys(t.shape[1]) > 1:
+            continue
+        size = t.shape[0] * t.stride(0) * t.itemsize
+        if size > _MAX_GATHERED_BYTES:
+            return (
+                f"gathers keys from at most {_MAX_GATHERED_BYTES} bytes of pages of "
+                f"{t.shape[1]} keys, {name} has {size}"
+            )
     return None
 
 
@@ -89,6 +103,14 @@ class SplitKvFamily:
         self.lse_offset = self.stats_offset + rows * 8
         self.workspace = (self.lse_offset + B * Hq * Sq * 4,), (1,), torch.uint8
         self.params = Params(params)
+
+    def has_short_rows(self, items: int, groups: int, capacity: int, whole_tiles: int) -> bool:
+        """Whether no row is shared by CTAs, as its keys are few; the kernels use the same rule.
+
+        `groups` of CTAs attend `items`, each of which has at most `capacity` keys.
+        """
+        tiles = -(-capacity // self.block_n)
+        return tiles <= 1 or -(-items // groups) * tiles <= whole_tiles
 
 
 class SplitKvPlan:

@@ -1,11 +1,11 @@
 // Decoding for sm_90a, after Flash-Decoding: few queries against a long KV cache. A CTA attends the packed
 // queries of all heads that share a KV head (pack_gqa), at most ROWS rows. work_ranges.cuh divides the keys
-// among CTAs; combine.cuh merges the items that several CTAs share. One warp is the producer and copies as
-// far ahead as the ring allows, across items. WARPS warps attend 16 keys of each tile each, with their own
-// running maxima and sums, which are reduced at the end of an item.
+// among CTAs; combine.cuh merges the items that several CTAs share. One warp is the producer (or two, see
+// gathered_keys.cuh) and copies as far ahead as the ring allows, across items. WARPS warps attend 16 keys of
+// each tile each, with their own running maxima and sums, which are reduced at the end of an item.
 //
 // Compile-time: IS_BF16 IS_E4M3 HEAD_DIM VALUE_DIM STAGES WARPS ROWS SHARED_BYTES IS_PAGED COPY_KEYS
-// WHOLE_ROWS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_SCALES SHARES_TOKENS
+// WHOLE_ROWS WHOLE_TILES HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_SCALES SHARES_TOKENS
 #include "combine.cuh"
 #if IS_E4M3
 #include "decode_e4m3.cuh"
@@ -14,15 +14,18 @@
 #endif
 #include "decode_scales.cuh"
 #include "exact_cache_row.cuh"
+#include "gathered_keys.cuh"
 #include "named_barriers.cuh"
 #include "pipeline.cuh"
 
 constexpr int ITEMS = 2;  // the number of items whose queries are in shared memory
 constexpr u32 K_BYTES = CacheTile<HEAD_DIM>::BYTES, V_BYTES = CacheTile<VALUE_DIM>::BYTES,
               Q_BYTES = ROWS * HEAD_DIM * 2;
+constexpr int K_ARRIVALS = GATHERS_KEYS ? GATHERING_WARPS + GATHERED_ARRIVALS : HAS_TILE_SCALES ? 1 + 32 : 1,
+              V_ARRIVALS = GATHERS_KEYS ? GATHERED_ARRIVALS : 1;  // of the warps that copy a tile
 constexpr float RESCALE_THRESHOLD_LOG2 = 8.f;
 static_assert(ROWS == 8 || ROWS == 16, "one tensor-core tile of rows, or half of it");
-static_assert(!IS_PAGED || BLOCK_N / COPY_KEYS <= 32, "a lane for each page of a tile, and a bit");
+static_assert(!IS_PAGED || GATHERS_KEYS || COPIES <= 32, "a lane for each page of a tile, and a bit");
 
 // A split, the keys [begin, end) that its batch row attends, and the scales of its batch row.
 struct DecodeSplit : Split {
@@ -36,7 +39,7 @@ struct DecodeShared {
   u32 k, v, q;
   u32 sums, stats;  // per warp, at the end of an item
   u32 split;        // per item
-  u32 pages;        // per stage: one bit for each copy, set if its page exists
+  u32 pages;        // per stage: one bit for each copy or gathered key, set if its page exists
   u32 scales;       // per stage: the scales of its pages or tokens
   u32 q_full, q_empty, k_full, v_full, kv_empty, end;
 
@@ -48,7 +51,7 @@ struct DecodeShared {
         stats(sums + WARPS * ROWS * VALUE_DIM * 4),
         split(stats + WARPS * ROWS * 8),
         pages(split + ITEMS * DECODE_SPLIT_BYTES),
-        scales(pages + (STAGES + STAGES % 2) * 4),
+        scales(pages + (STAGES * PAGES_BYTES + 7) / 8 * 8),
         q_full(scales + STAGES * SCALES_BYTES),
         q_empty(q_full + 8 * ITEMS),
         k_full(q_empty + 8 * ITEMS),
@@ -60,6 +63,39 @@ constexpr DecodeShared LAYOUT(0);
 static_assert(LAYOUT.end <= SHARED_BYTES && SHARED_BYTES < LAYOUT.end + 16,
               "SHARED_BYTES is the layout's size");
 
+#if GATHERS_KEYS
+// `width`: elements of a row.
+template <class Tile>
+DEVICE void gather_rows(u32 to, const CacheElement* rows, const Strides& strides, int h, int width,
+                        const GatheredKeys& keys) {
+  const GatheredRows<CacheElement> from(rows, strides, h, keys);
+  from.copy<Tile::COLUMN_BYTES, Tile::COLUMNS>(to, 0, width * sizeof(CacheElement));
+}
+
+// Copies a warp's part of a tile. `next` are its keys, which are found while the previous tile of the split
+// is copied.
+DEVICE void copy_tile(const DecodeParams& p, const DecodeShared& sm, const DecodeSplit& t, bool leader,
+                      int tile, PipelineState<STAGES>& kv, GatheredKeys& next) {
+  const int stage = kv.stage, h = kv_head(p, t);
+  const u32 k_full = barrier(sm.k_full, stage), v_full = barrier(sm.v_full, stage);
+  const KeyRange range = {t.begin, t.end};
+  if (tile == t.tile) next.find(p, t.b, tile, range);
+  next.validate(p);
+  const GatheredKeys keys = next;
+  next.find(p, t.b, tile + 1, range);
+  mbar_wait(barrier(sm.kv_empty, stage), kv.phase ^ 1);
+  keys.store_existing(slot_at<PAGES_BYTES>(sm.pages, stage), leader);
+  if (leader) mbar_arrive(k_full);
+  if (HAS_TILE_SCALES)
+    copy_tile_scales<GATHERED_KEYS>(p, slot_at<SCALES_BYTES>(sm.scales, stage), t.b, h, tile, keys.first,
+                                    range, [&](int i) { return keys.page[i / 32]; });
+  gather_rows<CacheTile<HEAD_DIM>>(slot_at<K_BYTES>(sm.k, stage), p.k_rows, p.k_strides, h, p.D, keys);
+  copies_arrive(k_full);
+  gather_rows<CacheTile<VALUE_DIM>>(slot_at<V_BYTES>(sm.v, stage), p.v_rows, p.v_strides, h, p.Dv, keys);
+  copies_arrive(v_full);
+  kv.next();
+}
+#else
 // Copies a tile in columns of COPY_KEYS keys, or all features of these keys in memory order. Out-of-bounds
 // elements are zero-filled. Executed by one lane.
 template <class Tile>
@@ -77,12 +113,12 @@ DEVICE void copy_rows(const TensorMap& map, u32 full, u32 to, int h, const int (
 }
 
 DEVICE void copy_tile(const DecodeParams& p, const DecodeShared& sm, const DecodeSplit& t, bool leader,
-                      int tile, PipelineState<STAGES>& kv) {
+                      int tile, PipelineState<STAGES>& kv, GatheredKeys&) {
   const int stage = kv.stage;
   const u32 k_full = barrier(sm.k_full, stage), v_full = barrier(sm.v_full, stage);
+  [[maybe_unused]] const int lane = threadIdx.x & 31;
   int token[COPIES], page[COPIES];
 #if IS_PAGED
-  const int lane = threadIdx.x & 31;
   int at = tile * BLOCK_N + lane * COPY_KEYS, own_page = -1;
   if (lane < COPIES && at < t.end) own_page = p.table[(long long)t.b * p.table_stride + at / p.page];
   if (own_page >= p.page_count) own_page = -1;
@@ -101,13 +137,16 @@ DEVICE void copy_tile(const DecodeParams& p, const DecodeShared& sm, const Decod
 #if !IS_PAGED
   const int own_page = 0;
 #endif
-  copy_tile_scales(p, slot_at<SCALES_BYTES>(sm.scales, stage), t.b, kv_head(p, t), tile * BLOCK_N,
-                   {t.begin, t.end}, own_page);
+  copy_tile_scales<TILE_SCALES>(p, slot_at<SCALES_BYTES>(sm.scales, stage), t.b, kv_head(p, t), tile, 0,
+                                {t.begin, t.end}, [&](int i) {
+                                  const int copy = (i + lane) / COPY_KEYS;
+                                  return SCALES_TOKENS ? __shfl_sync(~0u, own_page, copy) : own_page;
+                                });
   copies_arrive(k_full);
 #endif
   if (leader) {
 #if IS_PAGED
-    store_shared(slot_at<4>(sm.pages, stage), found);
+    store_shared(slot_at<PAGES_BYTES>(sm.pages, stage), found);
 #endif
     mbar_arrive_expect(k_full, K_BYTES), mbar_arrive_expect(v_full, V_BYTES);
     copy_rows<CacheTile<HEAD_DIM>>(p.k, k_full, slot_at<K_BYTES>(sm.k, stage), kv_head(p, t), token, page);
@@ -115,28 +154,31 @@ DEVICE void copy_tile(const DecodeParams& p, const DecodeShared& sm, const Decod
   }
   kv.next();
 }
+#endif
 
-// Executed by one warp. The first copies of an item are issued before anything that they do not depend on.
-DEVICE void produce(const DecodeParams& p, const DecodeShared& sm) {
-  const bool leader = elect_one();
+// Executed by each warp that copies, of which only the first copies queries. The first copies of an item are
+// issued before anything that they do not depend on.
+DEVICE void produce(const DecodeParams& p, const DecodeShared& sm, int warp) {
+  const bool leader = elect_one(), first = leader && warp == 0;
   PipelineState<STAGES> kv;
   PipelineState<ITEMS> items;
+  GatheredKeys next(warp);
   for (WorkIterator<DecodeParams> iterator(p);; items.next()) {
     const u32 at = slot_at<DECODE_SPLIT_BYTES>(sm.split, items.stage), full = barrier(sm.q_full, items.stage);
     DecodeSplit t = {};
-    mbar_wait(barrier(sm.q_empty, items.stage), items.phase ^ 1);
+    if (warp == 0) mbar_wait(barrier(sm.q_empty, items.stage), items.phase ^ 1);
     if (iterator.at < iterator.stop) {
       static_cast<Split&>(t) = iterator.split(), t.begin = iterator.row.begin, t.end = iterator.row.end;
-      if (leader)
+      if (first)
 #pragma unroll
         for (int x = 0; x < HEAD_DIM / 64; x++)
           tma_load(slot_at<Q_BYTES>(sm.q, items.stage) + x * ROWS * 128, p.q, full, x * 64, 0,
                    kv_head(p, t) * p.group, t.b);
-      copy_tile(p, sm, t, leader, t.tile, kv);
+      copy_tile(p, sm, t, leader, t.tile, kv, next);
       t.scales = RowScales::of(p, t.b, kv_head(p, t));
       iterator.find_splits(t);
     }
-    if (leader) {
+    if (first) {
       store_split(at, t);
       store_shared(at + SPLIT_BYTES, make_int4(t.begin, t.end, __float_as_int(t.scales.key),
                                                __float_as_int(t.scales.value)));
@@ -145,7 +187,7 @@ DEVICE void produce(const DecodeParams& p, const DecodeShared& sm) {
     }
     if (t.count == 0) break;
 #pragma unroll 1
-    for (int i = 1; i < t.count; i++) copy_tile(p, sm, t, leader, t.tile + i, kv);
+    for (int i = 1; i < t.count; i++) copy_tile(p, sm, t, leader, t.tile + i, kv, next);
     iterator.next(t.count);
   }
 }
@@ -231,6 +273,23 @@ DEVICE void replace_columns(const DecodeParams& p, const Split& t, int row, int 
     write_columns(p, out_row, column, found.x, inverse);
   }
 }
+
+// Which of a warp's 16 keys, from row `first` of a tile on, have a page.
+struct ExistingKeys {
+  static constexpr int KEYS = COPY_KEYS < 8 ? COPY_KEYS : 8, BITS = 16 / KEYS;  // keys of a bit, and bits
+  u32 bits = (1 << BITS) - 1;
+
+  DEVICE ExistingKeys(u32 pages, int first) {
+#if IS_PAGED
+    const int copy = first / COPY_KEYS;
+    const u32 found = load_shared<u32>(pages + copy / 32 * 4) >> copy % 32;
+    bits = KEYS < 8 ? found & bits : (found & 1) | (found >> (first % COPY_KEYS + 8) / COPY_KEYS & 1) << 1;
+#endif
+  }
+  DEVICE bool all() const { return bits == (1 << BITS) - 1; }
+  // Of a lane's keys, of which there are two in each half.
+  DEVICE bool has(int j, int i) const { return bits >> (j * 8 + (threadIdx.x & 3) * 2 + i) / KEYS & 1; }
+};
 
 struct DecodeConsumer {
   const DecodeParams& p;
@@ -318,7 +377,7 @@ struct DecodeConsumer {
   // The base-2 logarithm of a row's largest product of a weight and the scale of its value; `m` is the
   // largest score.
   DEVICE float largest_of_values(const float (&x)[2][4], const TileScales& scales, float m, int r) const {
-    if (HAS_SCALES == 2) return log2_weight(m, r) + scales.log2_size(0, 0);
+    if (HAS_SCALES == 2 && !SCALES_TOKENS) return log2_weight(m, r) + scales.log2_size(0, 0);
     float y[2][4];
 #pragma unroll
     for (int j = 0; j < 2; j++)
@@ -342,14 +401,8 @@ struct DecodeConsumer {
     mbar_wait(barrier(sm.k_full, stage), kv.phase);
     queries.multiply(s, slot_at<K_BYTES>(sm.k, stage), warp * 16);
     const TileScales scales = TileScales::of(p, slot_at<SCALES_BYTES>(sm.scales, stage), warp * 16);
-    u32 exists = 3;  // one bit for each 8 of 16 keys, set if their page exists
-#if IS_PAGED
-    const u32 found = load_shared<u32>(slot_at<4>(sm.pages, stage));
-    exists = 0;
-#pragma unroll
-    for (int j = 0; j < 2; j++) exists |= (found >> (warp * 16 + j * 8) / COPY_KEYS & 1) << j;
-#endif
-    const bool edge = key < t.begin || key + 16 > t.end || exists != 3 || p.window_right < UNBOUNDED ||
+    const ExistingKeys exists(slot_at<PAGES_BYTES>(sm.pages, stage), warp * 16);
+    const bool edge = key < t.begin || key + 16 > t.end || !exists.all() || p.window_right < UNBOUNDED ||
                       p.window_left < UNBOUNDED;
     float x[2][4];
 #pragma unroll
@@ -365,7 +418,7 @@ struct DecodeConsumer {
 #if HAS_ALIBI
         y -= slope[r] * fabsf((float)(diagonal[r] - column));
 #endif
-        if (edge && !(column >= first_key[r] && column < end_key[r] && (exists >> j & 1))) y = -INFINITE;
+        if (edge && !(column >= first_key[r] && column < end_key[r] && exists.has(j, i & 1))) y = -INFINITE;
         x[j][i] = y;
       }
     u32 w[4];
@@ -462,7 +515,7 @@ struct DecodeConsumer {
 };
 
 #if ENTRY_decode
-extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + (GATHERS_KEYS ? GATHERING_WARPS : 1)), 1)
     decode(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const DecodeShared sm(smem_address(shared));
@@ -470,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
     for (int i = 0; i < ITEMS; i++)
       mbar_init(barrier(sm.q_full, i), 1), mbar_init(barrier(sm.q_empty, i), WARPS);
     for (int i = 0; i < STAGES; i++)
-      mbar_init(barrier(sm.k_full, i), HAS_TILE_SCALES ? 1 + 32 : 1), mbar_init(barrier(sm.v_full, i), 1),
+      mbar_init(barrier(sm.k_full, i), K_ARRIVALS), mbar_init(barrier(sm.v_full, i), V_ARRIVALS),
           mbar_init(barrier(sm.kv_empty, i), WARPS);
     // the first read of a line of parameters has the latency of memory, which is hidden here
     store_shared(sm.split, make_int4((int)(u64)p.out, p.B, p.window_right, __float_as_int(p.scale_log2)));
@@ -481,7 +534,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
   __syncthreads();
   wait_for_prior_grid(), launch_dependent_grids();
   const int warp = warp_uniform(threadIdx.x / 32);
-  if (warp == 0) produce(p, sm);
+  if (warp == 0 || (GATHERS_KEYS && warp > WARPS)) produce(p, sm, GATHERS_KEYS && warp > 0);
   else {
     DecodeConsumer consumer(p, sm, warp - 1);
     consumer.run();

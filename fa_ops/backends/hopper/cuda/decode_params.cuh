@@ -35,6 +35,8 @@ struct DecodeParams {
   Strides q_strides, k_strides, v_strides;
 };
 
+DEVICE int capacity_tiles(const DecodeParams& p) { return ceil_div(p.Sk, BLOCK_N); }
+DEVICE int whole_tiles(const DecodeParams&) { return WHOLE_TILES; }
 DEVICE BatchRow batch_row(const DecodeParams& p, int b) {
   BatchRow r;
   r.keys = keys_of(p, b), r.begin = max(0, r.keys - p.Sq - p.window_left), r.end = r.keys;
@@ -59,7 +61,6 @@ DEVICE int packed_rows(const DecodeParams& p) { return p.group * p.Sq; }
 // needs merging. Otherwise single tiles.
 DEVICE Partition partition_of(const DecodeParams& p, int total, int shortest, int longest) {
   const int groups = gridDim.x / (u32)group_width(p);
-  if (shortest == longest && (long long)p.idle * longest <= groups)
-    return {groups, p.B * items_per_row(p), longest};
-  return {groups, total, 1};
+  if (shortest == longest && (long long)p.idle * longest <= groups) return whole_items(p);
+  return {groups, total};
 }

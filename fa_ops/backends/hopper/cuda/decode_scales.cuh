@@ -3,6 +3,9 @@
 #pragma once
 #include "decode_params.cuh"
 
+// Whether a tile has a scale for each token, also where the 16 keys of a warp may be in several pages.
+#define SCALES_TOKENS (HAS_SCALES == 3 || (HAS_SCALES == 2 && COPY_KEYS < 16))
+
 // The scales of a batch row, for one KV head.
 struct RowScales {
 #if HAS_SCALES == 1
@@ -25,7 +28,7 @@ struct RowScales {
 
 // The scales of a tile in shared memory: those of the keys (one per copy or token), then those of the values.
 constexpr bool HAS_TILE_SCALES = HAS_SCALES >= 2;
-constexpr int TILE_SCALES = HAS_SCALES == 2 ? COPIES : HAS_SCALES == 3 ? BLOCK_N : 0;
+constexpr int TILE_SCALES = SCALES_TOKENS ? BLOCK_N : HAS_SCALES == 2 ? COPIES : 0;
 constexpr u32 SCALES_BYTES = TILE_SCALES * 8;
 
 // The index of a token's scale: token `key` of batch row `b`, or token `slot` of a page.
@@ -35,18 +38,20 @@ DEVICE long long scale_at(const DecodeParams& p, int b, int h, int page, int slo
   return ((long long)b * p.Hkv + h) * p.Sk + key;
 }
 
-// Copies the scales of a tile; those of keys that are not attended become 0. Executed by one warp, each lane
-// of which holds the page of one copy, or -1.
-DEVICE void copy_tile_scales(const DecodeParams& p, u32 to, int b, int h, int first, KeyRange keys,
-                             int page) {
+// Copies COUNT scales of a tile, from scale `begin` on; those of keys that are not attended become 0.
+// Executed by one warp. `page_of(i)` returns the page of this lane's scale among 32 from `begin + i` on, or
+// -1.
+template <int COUNT, class PageOf>
+DEVICE void copy_tile_scales(const DecodeParams& p, u32 to, int b, int h, int tile, int begin, KeyRange keys,
+                             PageOf page_of) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
-  for (int base = 0; base < TILE_SCALES; base += 32) {
-    const int i = base + lane, key = first + (HAS_SCALES == 2 ? i * COPY_KEYS : i);
-    const int own_page = HAS_SCALES == 2 ? page : __shfl_sync(~0u, page, i / COPY_KEYS);
-    if (i >= TILE_SCALES) continue;
+  for (int base = 0; base < COUNT; base += 32) {
+    const int i = begin + base + lane, key = tile * BLOCK_N + (SCALES_TOKENS ? i : i * COPY_KEYS);
+    const int own_page = page_of(base);
+    if (base + lane >= COUNT) continue;
     bool is_there = !IS_PAGED || own_page >= 0;
-    if (HAS_SCALES == 3) is_there = is_there && key >= keys.begin && key < keys.end;
+    if (SCALES_TOKENS) is_there = is_there && key >= keys.begin && key < keys.end;
     const long long at = is_there ? scale_at(p, b, h, own_page, IS_PAGED ? key % p.page : 0, key) : 0;
     if (p.k_scale) copy_word(to + i * 4, p.k_scale + at, is_there);
     if (p.v_scale) copy_word(to + (TILE_SCALES + i) * 4, p.v_scale + at, is_there);
@@ -57,7 +62,7 @@ DEVICE void copy_tile_scales(const DecodeParams& p, u32 to, int b, int h, int fi
 // v, which is in 16 bits, a weight is 2^(score + log2 |v|) relative to a reference near the row's largest
 // such power. The sum of weights does not contain scales.
 struct TileScales {
-#if HAS_SCALES == 3
+#if SCALES_TOKENS
   float2 keys[2], values[2];
 
   DEVICE static TileScales of(const DecodeParams& p, u32 at, int first) {

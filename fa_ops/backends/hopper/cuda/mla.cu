@@ -11,6 +11,7 @@
 // IS_PAGED COPY_KEYS HAS_KV_LENS
 #include "combine.cuh"
 #include "exact_cache_row.cuh"
+#include "gathered_keys.cuh"
 #include "mla_params.cuh"
 #include "named_barriers.cuh"
 #include "pipeline.cuh"
@@ -31,7 +32,7 @@ struct MlaShared {
   u32 running_max;  // per consumer, of its last tile, for the other
   u32 sums;         // per consumer, for two items
   u32 split;        // for two items
-  u32 pages;        // per buffer: one bit for each copy, set if its page exists
+  u32 pages;        // per buffer: one bit for each copy or gathered key, set if its page exists
   u32 q_full, q_empty;
   u32 columns_full;   // per buffer and column of 64 features
   u32 halves_empty;   // per buffer and half of the values
@@ -46,7 +47,7 @@ struct MlaShared {
         sums(running_max + 2 * ROWS * 4),
         split(sums + 4 * ROWS * 4),
         pages(split + 2 * SPLIT_BYTES),
-        q_full(pages + 8),
+        q_full(pages + 2 * PAGES_BYTES),
         q_empty(q_full + 8),
         columns_full(q_empty + 8),
         halves_empty(columns_full + 2 * QK_COLUMNS * 8),
@@ -124,13 +125,47 @@ DEVICE void replace_columns(const MlaParams& p, const Split& t, int row, int col
   }
 }
 
-constexpr int COPIES = BLOCK_N / COPY_KEYS;  // of one column
+#if GATHERS_KEYS
+template <int COUNT>
+DEVICE void gather_columns(const MlaShared& sm, const GatheredRows<Element>& rows, bool leader, int stage,
+                           int first, u64 hint) {
+  rows.copy<128, COUNT>(sm.tile(stage) + first * COLUMN_BYTES, first * 128, HEAD_DIM * 2, hint);
+#pragma unroll
+  for (int x = first; x < first + COUNT; x++) {
+    if (leader) mbar_arrive(sm.column_full(stage, x));
+    copies_arrive(sm.column_full(stage, x));
+  }
+}
+#endif
 
 // Copies a tile into its buffer in halves: first the half of the values that belongs to the warpgroup that
 // computes the scores, then the other half, together with the column that the weights overwrite, which the
 // other warpgroup reads last.
+#if GATHERS_KEYS
 DEVICE void copy_tile(const MlaParams& p, const MlaShared& sm, const Split& t, bool leader, int i,
-                      u32& phases) {
+                      u32& phases, GatheredKeys& next) {
+  const int stage = i & 1;
+  const u64 hint = p.width == 1 ? EVICT_FIRST : EVICT_NORMAL;
+  if (i == 0) next.find(p, t.b, t.tile, {0, t.keys});
+  next.validate(p);
+  const GatheredKeys keys = next;
+  next.find(p, t.b, t.tile + i + 1, {0, t.keys});
+  const GatheredRows<Element> rows(p.k_rows, p.k_strides, 0, keys);
+#pragma unroll 1
+  for (int half_index = 0; half_index < 2; half_index++) {
+    const int side = stage ^ half_index;
+    mbar_wait(sm.half_empty(stage, side), phases >> stage & 1 ^ 1);
+    if (half_index == 0) keys.store_existing(slot_at<PAGES_BYTES>(sm.pages, stage), leader);
+    gather_columns<HALF>(sm, rows, leader, stage, side * HALF, hint);
+    if (half_index) gather_columns<1>(sm, rows, leader, stage, 2 * HALF, hint);
+  }
+  phases ^= 1 << stage;
+}
+#else
+constexpr int COPIES = BLOCK_N / COPY_KEYS;  // of one column
+
+DEVICE void copy_tile(const MlaParams& p, const MlaShared& sm, const Split& t, bool leader, int i,
+                      u32& phases, GatheredKeys&) {
   const int lane = threadIdx.x & 31, stage = i & 1;
   int at = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, found = -1;  // -1: no such page, zeros are copied
   if (lane < COPIES && at < t.keys) {
@@ -151,7 +186,7 @@ DEVICE void copy_tile(const MlaParams& p, const MlaShared& sm, const Split& t, b
     const int side = stage ^ half_index;
     mbar_wait(sm.half_empty(stage, side), phases >> stage & 1 ^ 1);
     if (!leader) continue;
-    if (half_index == 0) store_shared(slot_at<4>(sm.pages, stage), valid);
+    if (half_index == 0) store_shared(slot_at<PAGES_BYTES>(sm.pages, stage), valid);
 #pragma unroll 1
     for (int i = 0; i < HALF + half_index; i++) {
       const int x = i == HALF ? 2 * HALF : side * HALF + i;
@@ -165,18 +200,20 @@ DEVICE void copy_tile(const MlaParams& p, const MlaShared& sm, const Split& t, b
   }
   phases ^= 1 << stage;
 }
+#endif
 
-// Executed by one warp, one lane of which issues the copies.
-DEVICE void produce(const MlaParams& p, const MlaShared& sm) {
+// Executed by each warp that copies, of which only the first copies queries.
+DEVICE void produce(const MlaParams& p, const MlaShared& sm, int warp) {
   const bool leader = elect_one();
   u32 phases = 0;  // one bit per buffer; an item begins in the first
   PipelineState<2> items;
+  GatheredKeys next(warp);
   u32 q_phase = 0;
   for (WorkIterator<MlaParams> iterator(p);; items.next(), q_phase ^= 1) {
     Split t = {};
     if (iterator.at < iterator.stop) t = iterator.split(), iterator.find_splits(t);
-    mbar_wait(sm.q_empty, q_phase ^ 1);
-    if (leader) {
+    if (warp == 0) mbar_wait(sm.q_empty, q_phase ^ 1);
+    if (leader && warp == 0) {
       store_split(sm.split_slot(items.stage), t);
       if (t.count == 0) mbar_arrive(sm.q_full);
       else {
@@ -189,10 +226,35 @@ DEVICE void produce(const MlaParams& p, const MlaShared& sm) {
     }
     if (t.count == 0) break;
 #pragma unroll 1
-    for (int i = 0; i < t.count; i++) copy_tile(p, sm, t, leader, i, phases);
+    for (int i = 0; i < t.count; i++) copy_tile(p, sm, t, leader, i, phases, next);
     iterator.next(t.count);
   }
 }
+
+// Which keys of a tile have a page.
+struct ExistingKeys {
+#if GATHERS_KEYS
+  int2 bits;
+
+  DEVICE explicit ExistingKeys(u32 at) : bits(load_shared<int2>(at)) {}
+  DEVICE bool all() const { return (bits.x & bits.y) == -1; }
+  // Of element i of a row of scores.
+  DEVICE bool has(int i) const {
+    const int j = column_offset(i);
+    return (j < 32 ? bits.x : bits.y) >> (j % 32 + (threadIdx.x & 3) * 2) & 1;
+  }
+#else
+  u32 bits = ~0u;  // one for each copy
+
+  DEVICE explicit ExistingKeys([[maybe_unused]] u32 at) {
+#if IS_PAGED
+    bits = load_shared<u32>(at);
+#endif
+  }
+  DEVICE bool all() const { return !IS_PAGED || bits == (1u << BLOCK_N / COPY_KEYS) - 1; }
+  DEVICE bool has(int i) const { return bits >> (i >> 2) * 8 / COPY_KEYS & 1; }
+#endif
+};
 
 // Warpgroup w computes the scores of the tiles in buffer w, and columns [w * VALUE_DIM / 2, (w + 1) *
 // VALUE_DIM / 2) of the output. Both warpgroups run the same code, which halves the compilation time.
@@ -223,6 +285,11 @@ struct MlaConsumer {
     for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
   }
 
+  DEVICE void wait_for_column(int stage, int x, u32 phase) const {
+    mbar_wait(sm.column_full(stage, x), phase);
+    if (GATHERS_KEYS) fence_async_shared();  // `wgmma` does not see what `cp.async` has written before this
+  }
+
   // This warpgroup's half comes first, since it is copied first.
   DEVICE void score_product() {
     const u32 queries = descriptor_base(sm.q, 16), keys = descriptor_base(sm.tile(w), 16);
@@ -230,7 +297,7 @@ struct MlaConsumer {
     for (int i = 0; i < QK_COLUMNS; i++) {
       const int x = i == 2 * HALF ? i : i % HALF + (i < HALF ? w : 1 - w) * HALF,
                 at = x * (COLUMN_BYTES / 16);
-      mbar_wait(sm.column_full(w, x), phase);
+      wait_for_column(w, x, phase);
       wgmma_fence();
       if (i == 0) wgmma_scores_start(s, queries + at, keys + at);
       else wgmma_scores(s, queries + at, keys + at);
@@ -256,11 +323,8 @@ struct MlaConsumer {
   // Converts scores to weights relative to the running max, which may move. Returns whether it did.
   DEVICE bool exponentiate(const Split& t, int tile) {
     const int first = tile * BLOCK_N;
-    u32 valid = ~0u;
-#if IS_PAGED
-    valid = load_shared<u32>(slot_at<4>(sm.pages, w));
-#endif
-    if (first + BLOCK_N > min(t.keys, diagonal) || (IS_PAGED && valid != (1u << BLOCK_N / COPY_KEYS) - 1)) {
+    const ExistingKeys exists(slot_at<PAGES_BYTES>(sm.pages, w));
+    if (first + BLOCK_N > min(t.keys, diagonal) || !exists.all()) {
       const int from = first + (lane & 3) * 2;
       const int ends[2] = {diagonal + (int)((u32)row % (u32)p.tokens),
                            diagonal + (int)((u32)(row + 8) % (u32)p.tokens)};
@@ -268,7 +332,7 @@ struct MlaConsumer {
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
         const int j = column_offset(i);
-        if (!(j < (i & 2 ? keys1 : keys0) && (valid >> (i >> 2) * 8 / COPY_KEYS & 1))) s[i] = -INFINITE;
+        if (!(j < (i & 2 ? keys1 : keys0) && exists.has(i))) s[i] = -INFINITE;
       }
     }
     return softmax.make_weights(s, weights, p.scale_log2);
@@ -294,7 +358,7 @@ struct MlaConsumer {
   DEVICE void wait_for_other_weights() {
     mbar_wait(sm.weights_full(1 - w), other_phase);
 #pragma unroll
-    for (int x = 0; x < HALF; x++) mbar_wait(sm.column_full(1 - w, w * HALF + x), other_phase);
+    for (int x = 0; x < HALF; x++) wait_for_column(1 - w, w * HALF + x, other_phase);
     const u32 at = sm.running_max + ((1 - w) * ROWS + row) * 4;
     const float other_max0 = load_shared<float>(at), other_max1 = load_shared<float>(at + 32);
     if (!__any_sync(~0u, other_max0 != softmax.max0 || other_max1 != softmax.max1)) return;
@@ -309,7 +373,7 @@ struct MlaConsumer {
   // NaN.
   DEVICE void clear_values(const Split& t, int stage, int tile) {
     const int from = t.keys - tile * BLOCK_N;
-    if (from >= BLOCK_N) return;
+    if (GATHERS_KEYS || from >= BLOCK_N) return;  // rows that are not gathered are 0
 #pragma unroll 1
     for (int i = from * 8 + tid; i < BLOCK_N * 8; i += 128)
 #pragma unroll
@@ -474,7 +538,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
     // every thread arrives: racecheck does not accept one arrival per warp
     mbar_init(sm.q_full, 1), mbar_init(sm.q_empty, 256);
 #pragma unroll 1
-    for (int i = 0; i < 2 * QK_COLUMNS; i++) mbar_init(barrier(sm.columns_full, i), 1);
+    for (int i = 0; i < 2 * QK_COLUMNS; i++)
+      mbar_init(barrier(sm.columns_full, i), GATHERS_KEYS ? GATHERING_WARPS + GATHERED_ARRIVALS : 1);
     for (int i = 0; i < 4; i++) mbar_init(barrier(sm.halves_empty, i), 128);
     for (int i = 0; i < 2; i++) mbar_init(sm.weights_full(i), 128);
     mbar_init_fence();
@@ -486,7 +551,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     register_dealloc<40>();
-    if (threadIdx.x < 32) produce(p, sm);
+    const int warp = warp_uniform(threadIdx.x / 32);
+    if (warp < (GATHERS_KEYS ? GATHERING_WARPS : 1)) produce(p, sm, GATHERS_KEYS ? warp : 0);
   } else {
     register_alloc<232>();
     MlaConsumer consumer(p, sm, warpgroup - 1);

@@ -21,6 +21,7 @@ struct MlaParams {
   Strides q_strides, k_strides;
 };
 
+DEVICE int capacity_tiles(const MlaParams& p) { return ceil_div(p.Sk, BLOCK_N); }
 DEVICE BatchRow batch_row(const MlaParams& p, int b) {
   const int keys = keys_of(p, b);
   return {keys, 0, keys, 0, max(1, (int)((u32)(keys + BLOCK_N - 1) / BLOCK_N))};
@@ -28,6 +29,9 @@ DEVICE BatchRow batch_row(const MlaParams& p, int b) {
 DEVICE int items_per_row(const MlaParams& p) { return p.items; }
 DEVICE int group_width(const MlaParams& p) { return p.width; }
 DEVICE int packed_rows(const MlaParams& p) { return p.tokens * p.heads; }
+// The number of tiles that are attended in the time in which the results of a split are written.
+DEVICE int tiles_per_write(const MlaParams& p) { return (packed_rows(p) + 32) / 64; }
+DEVICE int whole_tiles(const MlaParams& p) { return 2 + 2 * tiles_per_write(p); }
 
 // A range of n tiles takes the time of n tiles. It cuts a batch row of N tiles into N / n splits, each of
 // which is written and merged in about 0.05 of a tile's time. The sum is least for n = sqrt(0.05 N).
@@ -38,11 +42,10 @@ DEVICE int packed_rows(const MlaParams& p) { return p.tokens * p.heads; }
 DEVICE Partition partition_of(const MlaParams& p, int total, int shortest, int longest) {
   const int least = max(1, (int)sqrtf(0.05f * (float)longest)),
             groups = max(1, (int)min(gridDim.x / (u32)p.width, (u32)total / (u32)least)),
-            items = p.B * p.items;
+            items = p.B * p.items, share = ceil_div(total, groups), write = tiles_per_write(p);
   if (items > 1 && shortest == longest && groups >= items) {
     const int grain = ceil_div(longest, (u32)groups / (u32)items), splits = ceil_div(longest, grain);
-    if (grain <= ceil_div(total, groups) + (packed_rows(p) + 32) / 64)
-      return {items * splits, total, grain, longest, splits};
+    if (grain <= share + write) return {items * splits, total, false, longest, splits, grain};
   }
-  return {groups, total, 1};
+  return {groups, total};
 }

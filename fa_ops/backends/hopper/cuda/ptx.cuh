@@ -184,6 +184,12 @@ DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
+// Copies `bytes` of 16 bytes and sets the others to zero.
+DEVICE void copy_chunk(u32 dst, const void* src, u32 bytes, u64 hint = EVICT_FIRST) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
+               "r"(bytes), "l"(hint)
+               : "memory");
+}
 // Copies four bytes, or sets them to zero. `copies_arrive` makes a thread arrive once its copies have
 // completed.
 DEVICE void copy_word(u32 dst, const void* src, bool is_there) {
