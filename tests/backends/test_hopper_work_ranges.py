@@ -273,6 +273,8 @@ def test_latent(kernels, seed):
         (64, 8192, 16, {3, 4}),  # where few rows are merged, no range is longer
         (20, 8192, 64, {7, 8}),  # 22 tiles in place of 20 would take longer
         (132, 8192, 64, {1}),
+        (256, 2048, 64, {1}),  # 64 tiles in place of 63, and nothing to merge
+        (200, 8192, 64, {1, 2}),
     ],
 )
 def test_latent_items_of_one_length_are_cut_alike(kernels, B, keys, rows, number):
@@ -282,7 +284,7 @@ def test_latent_items_of_one_length_are_cut_alike(kernels, B, keys, rows, number
     check(by_cta, 1, [(0, -(-keys // 64))] * B)
     assert {split[5] for splits in by_cta for split in splits} == number
     if len(number) == 1:
-        assert max(map(len, by_cta)) == 1
+        assert max(map(len, by_cta)) == -(-B // 132)
 
 
 def check_combined(kernel, params, by_cta, rows, dim, warps, width, seed):

@@ -36,14 +36,16 @@ DEVICE int whole_tiles(const MlaParams& p) { return 2 + 2 * tiles_per_write(p); 
 // A range of n tiles takes the time of n tiles. It cuts a batch row of N tiles into N / n splits, each of
 // which is written and merged in about 0.05 of a tile's time. The sum is least for n = sqrt(0.05 N).
 //
-// If all items have the same length, each is cut in the same way where that makes no range much longer. No
-// CTA then has parts of two items; to write the partial results of 64 rows takes longer than to attend a
-// tile.
+// If all items have the same length, each is whole or cut in the same way where that makes no range much
+// longer. No CTA then has parts of two items; to write the partial results of 64 rows takes longer than to
+// attend a tile. Whole items spare two such writes, and merging, which takes as long as another tile.
 DEVICE Partition partition_of(const MlaParams& p, int total, int shortest, int longest) {
   const int least = max(1, (int)sqrtf(0.05f * (float)longest)),
             groups = max(1, (int)min(gridDim.x / (u32)p.width, (u32)total / (u32)least)),
             items = p.B * p.items, share = ceil_div(total, groups), write = tiles_per_write(p);
-  if (items > 1 && shortest == longest && groups >= items) {
+  if (items == 1 || shortest != longest) return {groups, total};
+  if (ceil_div(items, groups) * longest <= share + 2 * write + 1) return {groups, items, true};
+  if (groups >= items) {
     const int grain = ceil_div(longest, (u32)groups / (u32)items), splits = ceil_div(longest, grain);
     if (grain <= share + write) return {items * splits, total, false, longest, splits, grain};
   }
