@@ -287,7 +287,7 @@ def test_latent_items_of_one_length_are_cut_alike(kernels, B, keys, rows, number
         assert max(map(len, by_cta)) == -(-B // 132)
 
 
-def check_combined(kernel, params, by_cta, rows, dim, warps, width, seed):
+def check_combined(kernel, params, by_cta, rows, dim, warps, width, seed, must_be_cut_alike=False):
     """Rows and columns of every item with several splits are combined once, from all of these."""
     ctas, slot_rows = len(by_cta), params.slot_rows
     g = np.random.default_rng(seed)
@@ -317,6 +317,8 @@ def check_combined(kernel, params, by_cta, rows, dim, warps, width, seed):
     places = set(zip(*(columns[n] for n in names), columns["cta"] % width))
     assert len(columns) == len(places) == len(slots) * rows * dim // 2
     assert len(ends) == len(set(zip(*(ends[n] for n in ROWS.names[:4])))) == len(slots) * rows
+    are_cut_alike = len({key[:2] for key in slots}) > 1 and max(map(len, by_cta)) == 1
+    assert are_cut_alike or not must_be_cut_alike
     for (b, item, cta), own_slots in slots.items():
         of_item = (columns["b"] == b) & (columns["item"] == item)
         own = columns[of_item & (columns["cta"] % width == cta)]
@@ -336,7 +338,16 @@ def check_combined(kernel, params, by_cta, rows, dim, warps, width, seed):
         np.testing.assert_allclose(end["total"], total[end["row"]], rtol=1e-5)
         assert (end["m2"] == top.astype(np.float32)[end["row"]]).all()
         pieces = np.bincount(own["cta"]) // 32  # of 64 columns of a row, by each CTA
-        assert pieces.max() == -(-rows * (dim // 64) // (len(own_slots) - 1))
+        assert pieces.max() == -(-rows * (dim // 64) // (len(own_slots) - 1 + are_cut_alike))
+
+
+@pytest.mark.parametrize("B, keys, rows", [(32, 8192, 64), (33, 8192, 16), (64, 8192, 40)])
+def test_items_that_are_cut_alike_are_combined_by_all_their_ctas(kernels, B, keys, rows):
+    lens = (Int * B)(*[keys] * B)
+    params = LatentParams(ctypes.addressof(lens), None, None, B, 1, 1, keys, 1, rows)
+    params.slot_rows = 64
+    by_cta = splits_of(kernels["latent"], params, 132, B + 1)
+    check_combined(kernels["latent"], params, by_cta, rows, 128, 16, 1, B + rows, True)
 
 
 @pytest.mark.parametrize("seed", range(24))

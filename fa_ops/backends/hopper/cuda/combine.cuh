@@ -1,7 +1,8 @@
 // The combine kernel of Flash-Decoding: merges the splits of work items that several CTAs share. It is
 // launched together with the attention kernel and is already resident when that kernel ends; no CTA polls a
 // counter. Each CTA whose work range begins inside an item merges a slice of that item's rows and columns.
-// All slices of an item have equal size, at most the elements of two splits.
+// Where all items are cut alike, so does the CTA whose range begins with the item. All slices of an item have
+// equal size, at most the elements of two splits.
 //
 // A kernel provides ROWS and VALUE_DIM; packed_rows(p), the number of rows that exist; finish_packed_row(p,
 // split, row, max2, total, writes_lse, inverse), which returns the row's index in the output and sets the
@@ -91,15 +92,16 @@ DEVICE bool combine_rows(const Params& p, const Split& t, int first, int step) {
 template <class Params> DEVICE void combine_splits(const Params& p) {
   launch_dependent_grids();
   const WorkIterator<Params> iterator(p);  // the lengths can be read at once, the splits only after the wait
-  const bool shared = iterator.at < iterator.stop && iterator.at > iterator.item_begin;
+  const bool are_cut_alike = iterator.ranges.item_splits > 1;
+  const bool shared = iterator.at < iterator.stop && (are_cut_alike || iterator.at > iterator.item_begin);
   Split t;
   if (shared) t = iterator.split(), iterator.find_splits(t);
   wait_for_prior_grid();  // CTAs without work wait too: the end of this kernel must imply that of
                           // the attention kernel
   if (!shared) return;
-  const int slices = t.splits - 1, warps = blockDim.x / 32,
-            first = iterator.cta_group - t.first_group - 1 + warp_uniform(threadIdx.x / 32) * slices,
-            step = warps * slices;
+  const int first_slice = are_cut_alike ? 0 : 1, slices = t.splits - first_slice, warps = blockDim.x / 32,
+            slice = iterator.cta_group - t.first_group - first_slice,
+            first = slice + warp_uniform(threadIdx.x / 32) * slices, step = warps * slices;
   bool is_unusable;
   if (t.splits <= 2) is_unusable = combine_rows<2>(p, t, first, step);
   else if (t.splits <= 8) is_unusable = combine_rows<8>(p, t, first, step);
