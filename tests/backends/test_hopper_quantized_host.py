@@ -98,12 +98,14 @@ def test_calls_find_the_kernels_that_warm_compiles(driver, monkeypatch):
         return entry
 
     monkeypatch.setattr(compiler, "program", program)
-    scales = Quantization(*torch.rand(3), None, False, False)
+    of_tensors = Quantization(*torch.rand(3), None, False, False)
+    of_blocks = of_tensors._replace(k_scale=torch.rand(1, 2, 2))
     for causal in (False, True):
         q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.half) for _ in range(3))
         quantized.quantized_forward(q, k, v, Quantization(), Spec(is_causal=causal))
-        eight = (x.to(E4M3) for x in (q, k, v))
-        quantized.quantized_forward(*eight, scales, Spec(is_causal=causal))
+        eight = [x.to(E4M3) for x in (q, k, v)]
+        for scales in (of_tensors, of_blocks):
+            quantized.quantized_forward(*eight, scales, Spec(is_causal=causal))
     assert warmed == used
 
 

@@ -25,8 +25,13 @@ def driver(driver):
     return driver
 
 
-def described(page=0, heads=(2, 1), D=32, Dv=16, ends=(1, 20, 20, 60), lens=None, seed=0, **spec):
-    """A call of three sequences, one of which has no query; two tokens are of none."""
+def described(
+    page=0, heads=(2, 1), D=32, Dv=16, ends=(1, 20, 20, 60), lens=None, seed=0, signs=1, **spec
+):
+    """A call of three sequences, one of which has no query; two tokens are of none.
+
+    `signs`: -1 makes the scores of some heads the opposite.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def numbers(*shape):
@@ -35,6 +40,7 @@ def described(page=0, heads=(2, 1), D=32, Dv=16, ends=(1, 20, 20, 60), lens=None
     ends_q = torch.tensor(ends, dtype=torch.int32)
     B = len(ends) - 1
     scales = [torch.rand(B, H, generator=g) + 0.5 for H in (heads[0], heads[1], heads[1])]
+    scales[0][:, 0] *= signs
     q = numbers(ends[-1] + 1, heads[0], D)
     if page:
         k, v = numbers(40, page, heads[1], D), numbers(40, page, heads[1], Dv)
@@ -163,6 +169,7 @@ def run(call, driver, kernels, monkeypatch, seed=0):
 FEW_AND_MANY = {"heads": (4, 2), "ends": (2, 3, 239, 240)}
 CASES = [
     {"is_causal": True},
+    {"is_causal": True, "signs": -1},
     {"page": 16, "is_causal": True},
     {"D": 64, "Dv": 64, **FEW_AND_MANY},
     {"page": 64, "D": 256, "Dv": 256, "lens": (300, 200, 700), "is_causal": True, **FEW_AND_MANY},

@@ -199,6 +199,10 @@ def _quantized(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Confi
     config = configs.quantized_config(D, Dv)
     signs = quantized.kernel_defines(config, dtype, False, **CAUSAL, signs=True)
     yield Configuration(f"quantized {name} signs", "quantized", ("quantized",), signs)
+    heads = signs | quantized.kernel_defines(
+        config, dtype, False, **CAUSAL, signs=True, head_scales=True
+    )
+    yield Configuration(f"quantized {name} heads", "quantized", ("quantized",), heads)
     for rotate in (False, True):
         defines = quantize.kernel_defines(dtype, D, Dv, True, rotate)
         label = f"quantize {name}{' rotate' * rotate}"

@@ -73,6 +73,30 @@ def test_scales_may_be_negative(softcap):
     assert (found - wanted).norm() < 0.01 * wanted.norm()
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_scales_of_heads_are_those_of_their_blocks_and_channels(D, softcap, sign):
+    """Bitwise: with scales of heads another kernel runs, which reads each once."""
+    g = torch.Generator("cuda").manual_seed(0)
+    B, Hq, Hkv, S = 2, 4, 2, 1500
+    q, k, v = (torch.randn(B, H, S, D, device="cuda", generator=g).to(E4M3) for H in (Hq, Hkv, Hkv))
+    of = [torch.rand(B, H, device="cuda", generator=g) + 0.5 for H in (Hq, Hkv, Hkv)]
+    of[0][:, 1] *= sign
+    each = [
+        scale[..., None].expand(-1, -1, n).contiguous()
+        for scale, n in zip(of, (S, -(-S // 64), D))
+    ]  # fmt: skip
+    results = [
+        fa_ops.attention(
+            q, k, v, q_scale=a, k_scale=b, v_scale=c, is_causal=True, softcap=softcap,
+            return_lse=True, backend="hopper",
+        )
+        for a, b, c in (of, each)
+    ]  # fmt: skip
+    assert all(map(torch.equal, *results))
+
+
 def test_numbers_are_those_of_the_definition():
     from fa_ops.backends.triton.quantized import quantise
 

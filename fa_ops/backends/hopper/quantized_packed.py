@@ -195,9 +195,7 @@ def packed_config(D: int, Dv: int, page: int = 0) -> QuantizedConfig:
 
 def packed_defines(config: QuantizedConfig, **features) -> dict[str, int]:
     """The macros of a kernel, with `features` as `kernel_defines` has them."""
-    return kernel_defines(
-        config, torch.bfloat16, False, signs=True, head_scales=True, **features
-    )
+    return kernel_defines(config, torch.bfloat16, False, signs=True, head_scales=True, **features)
 
 
 _plan = functools.lru_cache(maxsize=1024)(PackedPlan)

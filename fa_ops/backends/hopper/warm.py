@@ -127,10 +127,12 @@ def eight_bit_variants(
             for dtype in dtypes:
                 defines = quantized.kernel_defines(config, dtype, window=window)
                 yield Variant("quantized", ("quantized",), defines)
-            scale_defines = quantized.kernel_defines(
-                quantized_config(D, D), torch.bfloat16, is_int8=False, window=window, signs=True
-            )
-            yield Variant("quantized", ("quantized",), scale_defines)
+            for head_scales in (False, True):
+                scale_defines = quantized.kernel_defines(
+                    quantized_config(D, D), torch.bfloat16, is_int8=False, window=window,
+                    signs=True, head_scales=head_scales,
+                )  # fmt: skip
+                yield Variant("quantized", ("quantized",), scale_defines)
         for dtype in dtypes:
             defines = quantize.kernel_defines(dtype, D, D)
             yield Variant("quantize", ("quantize",), defines)
