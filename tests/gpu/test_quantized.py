@@ -74,9 +74,8 @@ def test_scales_may_be_negative(softcap):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_scales_of_heads_are_those_of_their_blocks_and_channels(D, softcap, sign):
+def test_scales_of_heads_are_those_of_their_blocks_and_channels(D, sign):
     """Bitwise: with scales of heads another kernel runs, which reads each once."""
     g = torch.Generator("cuda").manual_seed(0)
     B, Hq, Hkv, S = 2, 4, 2, 1500
@@ -89,8 +88,8 @@ def test_scales_of_heads_are_those_of_their_blocks_and_channels(D, softcap, sign
     ]  # fmt: skip
     results = [
         fa_ops.attention(
-            q, k, v, q_scale=a, k_scale=b, v_scale=c, is_causal=True, softcap=softcap,
-            return_lse=True, backend="hopper",
+            q, k, v, q_scale=a, k_scale=b, v_scale=c, is_causal=True, return_lse=True,
+            backend="hopper",
         )
         for a, b, c in (of, each)
     ]  # fmt: skip

@@ -158,6 +158,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
   }
 
   DEVICE void load_key_scale(int block) {
+    if (HEAD_SCALES) return;
     const KeyScales x = key_scales[block];
 #pragma unroll
     for (int part = 0; part < KEY_SCALES; part++) softmax.key_scale[part] = x.scales[part];
@@ -165,7 +166,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
 
   // Computes the scores of `block`, and the product of the weights of the previous block with their values.
   DEVICE void step(int block, const BlockRange& n) {
-    if (!HEAD_SCALES) load_key_scale(block);
+    load_key_scale(block);
     if (TAKES_TURNS) step_in_turn(block, n);
     else step_with_both_products(block, n);
   }
@@ -257,7 +258,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
 
   DEVICE void attend(const BlockRange& n) {
     wait_keys();
-    if (!HEAD_SCALES) load_key_scale(n.end - 1);
+    load_key_scale(n.end - 1);
     start_scores();
     take_turn();
     score_product();
@@ -297,15 +298,20 @@ struct QuantizedConsumer : QuantizedEpilogue {
       softmax.row_scale[r] =
           scales[min(row + 8 * r, queries_of(p, tile) - 1)] * (HAS_SOFTCAP ? 1.f : p.scale_log2);
 #endif
-    key_scales = (const KeyScales*)(p.k_scale + first_key_scale(p, tile));
+    const float* key_scale = p.k_scale + first_key_scale(p, tile);
 #if HEAD_SCALES
-    load_key_scale(0);
+    some_negative = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float scale = softmax.row_scale[r] * softmax.key_scale[0];
-      negative[r] = scale < 0.f, softmax.units[r] = softmax.unit_of(scale);
+      float& scale = softmax.row_scale[r];
+      scale *= *key_scale;
+      negative[r] = scale < 0.f, some_negative |= negative[r];
+      if (!HAS_SOFTCAP) scale = QuantizedSoftmax::unit_of(scale);
     }
-    some_negative = __any_sync(~0u, negative[0] || negative[1]);
+    some_negative = __any_sync(~0u, some_negative);
+    softmax.key_scale[0] = 1.f;
+#else
+    key_scales = (const KeyScales*)key_scale;
 #endif
     softmax.reset();
     sums[0] = sums[1] = 0.f;

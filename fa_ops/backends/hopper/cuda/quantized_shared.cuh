@@ -37,7 +37,6 @@ static_assert(CONSUMERS == 2 || CONSUMERS == 3, "as registers are divided");
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N == 128, "whole products, and keys of V in one swizzle atom");
 static_assert(VALUE_FEATURES % 8 == 0, "whole swizzle atoms");
 static_assert(!QUANTISES_QUERIES || (QUERY_STAGES == 1 && HEAD_DIM == 128), "a slot that is filled here");
-static_assert(!QUANTISES_QUERIES || !HEAD_SCALES, "what is quantised here has scales of blocks");
 static_assert(QUERY_STAGES <= 2, "a slot for each of two work items");
 
 // Offsets in shared memory, in order. Barriers have one mbarrier for each slot.

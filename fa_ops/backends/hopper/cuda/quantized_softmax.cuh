@@ -48,9 +48,8 @@ struct QuantizedSoftmax {
   bool max_moved;      // in some row of this warp, in the last block
   bool has_negative_max;  // in some row of this warp
   float rescale[2];    // if so, the factors for everything accumulated before
-  float row_scale[2];  // query scales, times the scale of the scores
-  float key_scale[KEY_SCALES];  // one per 64 keys of the block, or of the head
-  float units[2];  // with HEAD_SCALES: `unit` of each row
+  float row_scale[2];  // query scales, times the scale of the scores, and with HEAD_SCALES that of the keys
+  float key_scale[KEY_SCALES];  // one per 64 keys of the block; 1 with HEAD_SCALES
 
   DEVICE void reset() {
     max[0] = max[1] = UNINITIALISED_MAX, has_negative_max = true;
@@ -61,7 +60,7 @@ struct QuantizedSoftmax {
   // The log2 of a weight, from a product with the sign of the score.
   DEVICE float unit(const QuantizedParams& p, int row, int part) const {
     if (HAS_SOFTCAP) return p.scale_log2;
-    return HEAD_SCALES ? units[row] : unit_of(row_scale[row] * key_scale[part]);
+    return HEAD_SCALES ? row_scale[row] : unit_of(row_scale[row] * key_scale[part]);
   }
 
   // The largest score of a row in one part of this thread's keys. The bits of floats are compared as
