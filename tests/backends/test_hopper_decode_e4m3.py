@@ -146,11 +146,11 @@ extern "C" void run(int keys, float scale_log2) {
 """
 
 
-@pytest.mark.parametrize("scales", [2, 3])
-def test_scales_of_any_size(scales, tmp_path):
+@pytest.mark.parametrize("scales, page", [(2, 16), (2, 4), (3, 16)])
+def test_scales_of_any_size(scales, page, tmp_path):
     """Of 0, of both signs, and large ones with small weights: one warp attends 11 tiles."""
     keys, tiles = 170, 11
-    config = DecodeConfig(64, 64, 8, 16, 1, False, is_e4m3=True, scales=scales)
+    config = DecodeConfig(64, 64, 8, page, 1, False, is_e4m3=True, scales=scales)
     defines = decode.kernel_defines(config, torch.bfloat16, paged=scales == 2)
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + ATTEND
     kernel = built(tmp_path, "attend", text, PTX + NO_TMA)
@@ -160,7 +160,7 @@ def test_scales_of_any_size(scales, tmp_path):
         q = torch.randn(8, 64, generator=g).bfloat16()
         k, v = (torch.randn(16 * tiles, 64, generator=g).to(torch.float8_e4m3fn) for _ in range(2))
         k.view(torch.uint8)[keys:] = v.view(torch.uint8)[keys:] = 127
-        shape = (tiles, 2, 16) if scales == 3 else (tiles, 2, 1)
+        shape = (tiles, 2, 16) if scales == 3 or page < 16 else (tiles, 2, 1)
         factors = torch.rand(shape, generator=g) + 0.5
         powers = torch.randint(-30, 31, (tiles, shape[2]), generator=g)
         factors[:, 1] *= 2.0 ** (powers - (60 if seed == 3 else 0))
@@ -171,7 +171,7 @@ def test_scales_of_any_size(scales, tmp_path):
             place(kernel, getattr(kernel, f"{name}_at"), x)
         for tile in range(tiles):
             write(kernel, kernel.scales_at(tile), factors[tile])
-            write(kernel, kernel.pages_at(tile), torch.ones(1, dtype=torch.int32))
+            write(kernel, kernel.pages_at(tile), torch.tensor([2 ** (16 // page) - 1]).int())
         kernel.run(keys, ctypes.c_float(0.5))
         of_keys, of_values = (
             factors[:, i].repeat_interleave(16 // shape[2], 1).flatten()[:keys, None].double()
