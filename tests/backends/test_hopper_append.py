@@ -476,7 +476,7 @@ def test_what_it_does_not_write(on_hopper, changes, message):
 
 def test_a_cache_that_no_kernel_attends_is_not_written(on_hopper):
     call = decoding_call(page_size=4, Sq=16)
-    assert "needs pages of 8" in hopper.supports(call)
+    assert "needs pages of 16" in hopper.supports(call)
     assert "in one call" in hopper.supports(call._replace(kind=APPEND))
     rest = call.read_only()
     assert rest.cache == Cache(call.cache.page_table) and rest.spec is call.spec

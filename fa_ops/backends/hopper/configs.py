@@ -414,7 +414,7 @@ def forward_config(
     """The forward's tile.
 
     `few_registers`: a mask's bits or dropout take registers and warps. `page`: keys of a cache's
-    page, 8, 16, 32 or a multiple of 64; 0: contiguous. `differs_by_row`: key ranges or ALiBi.
+    page, 16, 32 or a multiple of 64; 0: contiguous. `differs_by_row`: key ranges or ALiBi.
     `skips_tiles`: a mask has `mask_blocks`.
     """
     if max(D, Dv) > 256:

@@ -90,8 +90,8 @@ def copy_keys(page: int) -> int:
 
 def page_error(page: int) -> str | None:
     """Why prompts do not attend pages of so many keys, or None."""
-    if copy_keys(page) < 8:
-        return f"needs pages of 8, 16, 32 or a multiple of 64 keys, got {page}"
+    if copy_keys(page) < 16:
+        return f"needs pages of 16, 32 or a multiple of 64 keys, got {page}"
     return None
 
 
