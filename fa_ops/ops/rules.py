@@ -1,4 +1,4 @@
-"""Rules for other parts of PyTorch: FLOP counting, selective checkpointing, DTensor."""
+"""Rules for other parts of PyTorch: FLOP counting, selective checkpointing, DTensor, Inductor."""
 
 from __future__ import annotations
 
@@ -96,5 +96,27 @@ def register_sharding() -> None:
     from fa_ops.distributed import sharding  # noqa: F401
 
 
+def register_lowering() -> None:
+    """Give Inductor a lowering for the offset of a view, where torch has none (2.11 to 2.14).
+
+    Without it the offset is 0 in graphs with dynamic shapes: keys appended to a view of a larger
+    tensor, such as the cache of one layer, would be written to the beginning of that tensor.
+    """
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    offset = torch.ops.aten.sym_storage_offset.default
+    if offset in lowering.lowerings:
+        return
+
+    @lowering.register_lowering(offset)
+    def storage_offset(view):
+        if not hasattr(V.graph, "graph_input_storage_offsets"):
+            return view.get_layout().offset  # as_strided counts from the beginning of an input
+        found = V.graph.current_node.meta["val"]
+        return found.node.expr if isinstance(found, torch.SymInt) else int(found)
+
+
+after_import("torch._inductor.lowering", register_lowering)
 after_import("torch.utils.flop_counter", register_flops)  # which imports Triton where it can
 after_import("torch.distributed.tensor", register_sharding)

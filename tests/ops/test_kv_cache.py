@@ -229,6 +229,26 @@ def test_views_of_a_latent_cache_that_compiled_code_takes(dynamic, page_size):
     assert torch.equal(k, other)
 
 
+def test_compiled_append_to_a_layer_of_a_larger_tensor():
+    """Inductor must write at the offset of a view whose sizes are symbolic."""
+    q, key = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 1, 16)
+
+    def of_layer(layers, key):
+        k, v = layers[1].unbind(0)
+        return fa_ops.attention_with_kv_cache(q * 2, k, v, lens(0, 3), key=key, value=-key)
+
+    def of_parts(k, v, key):
+        return fa_ops.attention_with_kv_cache(q * 2, k, v, lens(0, 3), key=key, value=-key)
+
+    for step, parts in ((of_layer, lambda t: (t,)), (of_parts, lambda t: t[1].unbind(0))):
+        layers = torch.randn(3, 2, 2, 2, 8, 16)
+        other = layers.clone()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            out = torch.compile(step, fullgraph=True, dynamic=True)(*parts(layers), key)
+        torch.testing.assert_close(out, step(*parts(other), key))
+        assert torch.equal(layers, other)
+
+
 def test_lengths_compile_once():
     from torch._dynamo.testing import CompileCounterWithBackend
 
