@@ -123,12 +123,10 @@ def flash_attn_with_kvcache(
     options = score_options(softmax_scale, causal, window_size, softcap)
     options["num_splits"] = count("num_splits", num_splits)
     _check_offsets(q, rotary_seqlens, rows)
-    chunk = chunk_of(attention_chunk)
-    queries = q.shape[-3] if cu_seqlens_q is None or longest is None else longest
-    unbounded = caches.room - 1, queries - 1
+    q, chunk = unit_stride(without_gradient(q)), chunk_of(attention_chunk)
+    unbounded = caches.room - 1, _most_queries(q, cu_seqlens_q, longest) - 1
     rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, unbounded, chunk)
     new = new_keys(k, v, DENSE if cu_seqlens_k_new is None else PACKED)
-    q = unit_stride(without_gradient(q))
     with_lse = flag("return_softmax_lse", return_softmax_lse)
     if eight_bit := scales.options(q, rows, (q.shape[-2], k_cache.shape[2])):
         out, lse = attend_numbers(q, caches, lens, cu_seqlens_q, longest, options | eight_bit)
@@ -150,6 +148,11 @@ def _check_offsets(q: Tensor, offsets: Tensor | None, rows: int) -> None:
     checks.same_device(q, "rotary_seqlens", offsets, "q")
     checks.need(offsets.dtype in (torch.int32, torch.int64), "rotary_seqlens must be int32, got {}",
                 offsets.dtype, error=TypeError)  # fmt: skip
+
+
+def _most_queries(q: Tensor, ends: Tensor | None, longest: int | None) -> int:
+    """An upper bound on the number of queries of a sequence."""
+    return q.shape[-3] if ends is None or longest is None else longest
 
 
 def _checked_packing(ends_q: Tensor | None, ends_k: Tensor | None, longest: object) -> int | None:
