@@ -115,9 +115,7 @@ def flash_attn_with_kvcache(
     scales.refuse_with(q, attention_chunk=attention_chunk)
     check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
     check_unused(num_splits, pack_gqa, sm_margin, scheduler_metadata)
-    longest = _checked_packing(cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q)
-    shape(DENSE if cu_seqlens_q is None else PACKED, q=q)
-    rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    rows, longest = _checked_packing(q, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q)
     caches = caches_of(rows, k_cache, v_cache, "page_table", page_table, cache_batch_idx)
     lens = lengths("cache_seqlens", cache_seqlens, rows, caches.room, q.device)
     options = score_options(softmax_scale, causal, window_size, softcap)
@@ -155,9 +153,13 @@ def _most_queries(q: Tensor, ends: Tensor | None, longest: int | None) -> int:
     return q.shape[-3] if ends is None or longest is None else longest
 
 
-def _checked_packing(ends_q: Tensor | None, ends_k: Tensor | None, longest: object) -> int | None:
-    """max_seqlen_q, once the types of what describes packed queries and new keys are checked."""
+def _checked_packing(
+    q: Tensor, ends_q: Tensor | None, ends_k: Tensor | None, longest: object
+) -> tuple[int, int | None]:
+    """The number of sequences and max_seqlen_q, once q and what describes packing are checked."""
     for name, ends in (("cu_seqlens_q", ends_q), ("cu_seqlens_k_new", ends_k)):
         if ends is not None:
             check_list(name, ends)
-    return None if longest is None else count("max_seqlen_q", longest, "an int or None")
+    longest = None if longest is None else count("max_seqlen_q", longest, "an int or None")
+    shape(DENSE if ends_q is None else PACKED, q=q)
+    return q.shape[0] if ends_q is None else ends_q.numel() - 1, longest
