@@ -157,12 +157,15 @@ def install(
 
     Raises:
         ValueError: the pass is installed with other options; `sixteen_bit` without `eight_bit`.
-        TypeError: `eight_bit` is not a bool, or `sixteen_bit` no collection of names.
+        TypeError: an option is not a bool, or `sixteen_bit` no collection of names.
 
     Examples:
         >>> with compile_passes.install():
         ...     out = torch.compile(model)(x)
     """
+    for name, flag in (("verify", verify), ("drop_stored_weights", drop_stored_weights)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {flag!r}")
     products = QuantizedProducts.of(eight_bit, sixteen_bit)
     names = products.sixteen_bit if products else ()
     fusion = FusionPass(verify, drop_stored_weights, eight_bit, names)
