@@ -22,7 +22,7 @@ def test_spellings_fuse_as_expected(name, train):
     "name",
     """gpt2_buffer_and_where neox_baddbmm opt_maximum gemma_google_window gpt_oss_reference
     prefix_or_chunk decode_with_position windows_with_mask learned_bias_beside_mask
-    grouped_by_view""".split(),
+    grouped_by_view masked_after_the_maximum""".split(),
 )
 def test_spellings_fuse_with_dynamic_shapes(name):
     case = CASES[name]
