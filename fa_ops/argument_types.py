@@ -125,10 +125,11 @@ def need_bool(name: str, value: object) -> None:
 
 
 def need_number(name: str, value: object) -> float:
-    """The value as a float, or a symbol; raises TypeError if it is a bool or no number."""
+    """The value as a float, or a symbol; raises TypeError for a bool, a fraction or no number."""
     if type(value) is float or isinstance(value, _SYMBOLIC):
         return value
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    is_float = isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational)
+    if not is_float and not is_int(value):
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)
