@@ -239,12 +239,13 @@ def test_flash_attn_takes_bools_for_numbers_and_sdpa_false_for_no_dropout(zero):
     assert fa_ops.attention_varlen(**pages(), dropout_p=False).shape == (6, 4, 8)
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask", "sinks"])
 def test_nested_tensors_of_strided_layout_are_refused_by_name(name):
     """In repeated calls too, where comparing their strides would abort the process."""
     q = torch.randn(2, 4, 9, 8)
-    given = {"query": q, "key": q.clone(), "value": q.clone()}
-    nested = given | {name: torch.nested.nested_tensor(list(q), layout=torch.strided)}
+    given = {"query": q, "key": q.clone(), "value": q.clone(), "sinks": torch.randn(4)}
+    given["attn_mask"] = torch.ones(2, 4, 9, 9, dtype=torch.bool)
+    nested = given | {name: torch.nested.nested_tensor(list(given[name]), layout=torch.strided)}
     for _ in range(3):
         fa_ops.attention(**given)
         with pytest.raises(TypeError, match=f"{name} must be a Tensor, or a nested one with"):
