@@ -47,11 +47,10 @@ def find(
     )  # fmt: skip
     try:
         latest = planning.latest_calls.get(options)
-        if latest is not None and (
-            (q.is_nested or k.is_nested or v.is_nested)
-            or (tensors is not NO_TENSORS and any(t is not None and t.is_nested for t in tensors))
-        ):
-            latest = None  # one of strided layout has no strides: comparing them aborts the process
+        if latest is not None:
+            for t in given:
+                if t is not None and t.is_nested:  # of strided layout: comparing strides aborts
+                    latest = None
     except (TypeError, AttributeError):  # an option without a hash, or no tensor: checks refuse it
         latest = None
     if latest is not None and latest.matches(*given):
