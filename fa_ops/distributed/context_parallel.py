@@ -95,8 +95,9 @@ def context_parallel_attention(
         backend: as in :func:`fa_ops.attention`; "reference" only without gradients.
         transport: how keys and their gradients travel, with the schemes "ring" and "all_gather".
             "peer": the processes read each other's memory, by copy engines, so that transfers need
-            no multiprocessor; on GPUs of one host. "nccl": messages by the group's backend.
-            "auto": "peer" where it can be used, outside of CUDA graphs.
+            no multiprocessor; on GPUs of one host, without the scheme "ulysses". "nccl":
+            messages by the group's backend. "auto": "peer" where it can be used, outside of CUDA
+            graphs.
         check: whether the processes compare their arguments before anything else is sent. This
             takes a message between hosts, 0.2 to 1 ms, and no GPU waits. Where it is off, unequal
             arguments may hang.
@@ -240,12 +241,14 @@ def choice(
 ) -> SchemeChoice:
     """The scheme of a call: the one asked for, or the one that `costs` chooses."""
     options = request.options
-    problem = _of_groups(request.problem, groups)
+    problem, reason = _of_groups(request.problem, groups), None
+    if options.transport == "peer":
+        reason = "its all-to-all is the group's backend's, not 'peer'"
     if len(groups) == 2:
-        inner = groups[1].size
+        reason, inner = "heads are exchanged on the other dimension of the mesh", groups[1].size
         query = query[:, : query.shape[1] // inner]
         key, value = (x[:, : max(1, x.shape[1] // inner)] for x in (key, value))
-    found = costs.choose(problem, query, key, value, groups[0], len(groups) == 1)
+    found = costs.choose(problem, query, key, value, groups[0], reason)
     if options.scheme in ("auto", found.scheme):
         return found
     others = dict.fromkeys(set(found.seconds) - {options.scheme}, "not asked for")

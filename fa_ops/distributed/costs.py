@@ -110,18 +110,19 @@ def _synchronise(device: torch.device) -> None:
 
 
 def choose(
-    problem: StepProblem, q: Tensor, k: Tensor, v: Tensor, members: Members, exchanges_heads: bool
-) -> SchemeChoice:
-    """The fastest scheme by estimate; all-to-all is considered only if `exchanges_heads`."""
+    problem: StepProblem, q: Tensor, k: Tensor, v: Tensor, members: Members,
+    without_ulysses: str | None = None,
+) -> SchemeChoice:  # fmt: skip
+    """The fastest scheme by estimate. `without_ulysses`: why all-to-all is not considered."""
     rates = rates_for(members, q.device)
     sizes = Sizes.of(q, k, v)
     seconds, reasons = {}, {}
     work = _work(problem)
     for name in (plans.RING, plans.ALL_GATHER):
         seconds[name] = _stepwise(name, work, sizes, rates)
-    error = split_error(q.shape[1], members.size)
-    if error is not None or not exchanges_heads:
-        reasons["ulysses"] = error or "heads are exchanged on the other dimension of the mesh"
+    error = without_ulysses or split_error(q.shape[1], members.size)
+    if error is not None:
+        reasons["ulysses"] = error
     else:
         pairs = sum(step.pairs for steps in work for step in steps)
         seconds["ulysses"] = _all_to_all(pairs, sizes, members.size, rates)

@@ -18,20 +18,24 @@ In a pass a process
 Copies between GPUs run on copy engines, and counters are written and awaited by the stream itself,
 so nothing of this needs a multiprocessor, and it proceeds while a kernel occupies them all.
 
-Staged data is not overwritten before it has been read, by 1; it is complete when it is read, by the
-order of the main stream in 1 and the memory fence before a counter is written; and a tensor is
-neither read before it is complete, by 3, nor written while an earlier use of its memory is under
-way, by 2. So the results do not depend on timing. All processes make the same passes of each kind
-in the same order, as for collectives. What a process waits for comes earlier in that order in the
-other process: by induction every wait ends, even if the device runs all streams one after the
-other, or the host waits for the device in between. Counters only grow, so that a signal is never
-taken for that of another pass. Between a forward and a backward pass nothing can be confused, as
-keys of either have a kind of their own.
+The results do not depend on timing, because
 
-A process that raises within a pass still gives the others what they wait for: NaN for data that it
-has not staged, and DONE. They do not hang, their results that depend on this process are NaN, and
-the next pass finds nothing left over. A process that makes no such pass, or has ended, leaves the
-others waiting, which end after the timeout of the group (`peer_watch`), as with NCCL.
+- staged data is not overwritten before it has been read (1);
+- staged data is complete when it is read: the main stream orders the copies before the signal (1),
+  and memory is fenced before a counter is written;
+- a tensor is not written while an earlier use of its memory is under way (2), and not used before
+  it is complete (3);
+- counters only grow, so that a signal is never taken for that of another pass, and keys of forward
+  and backward passes are of different kinds.
+
+Every wait ends, because all processes make the same passes of each kind in the same order, as for
+collectives, and a process waits only for what comes earlier in that order in the other process.
+This holds even if a device runs its streams one after the other, or a host waits for its device.
+
+A process that raises within a pass still gives the others what they wait for: NaN in place of the
+data that it has not staged, and DONE. They do not hang, their results that depend on this process
+are NaN, and the next pass is not affected. If a process does not make a pass, or has ended, the
+others wait until the timeout of the group ends them (`peer_watch`), as with NCCL.
 """
 
 from __future__ import annotations

@@ -187,6 +187,11 @@ def _check_scheme(options: Options, groups: tuple[Members, ...], query: Tensor) 
             "scheme must be 'auto', 'ring' or 'all_gather' on a mesh of two dimensions, whose "
             "second one exchanges heads, got 'ulysses'"
         )
+    if options.transport == "peer" and scheme == "ulysses":
+        raise ValueError(
+            "transport must be 'auto' or 'nccl' with scheme='ulysses', whose all-to-all is the "
+            "group's backend's, got 'peer'"
+        )
     exchanging = groups[-1].size if len(groups) == 2 or scheme == "ulysses" else 1
     if query.shape[1] % exchanging:
         raise ValueError(

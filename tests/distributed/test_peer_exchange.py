@@ -144,6 +144,10 @@ def check_choice() -> None:
             context_parallel_attention(*inputs(), None, "ring", transport="peer")
     with pytest.raises(ValueError, match="transport must be one of auto, peer, nccl, got 'mpi'"):
         context_parallel_attention(*inputs(), transport="mpi")
+    with pytest.raises(ValueError, match="'auto' or 'nccl' with scheme='ulysses', .* got 'peer'"):
+        context_parallel_attention(*inputs(), None, "ulysses", transport="peer")
+    chosen = explain_context_parallel(*inputs(), transport="peer")
+    assert chosen.scheme != "ulysses" and "not 'peer'" in chosen.reasons["ulysses"]
     with pytest.raises(ValueError, match="same shapes and options, got .*transport"):
         name = "nccl" if dist.get_rank() == 2 else "auto"
         context_parallel_attention(*inputs(), None, "ring", transport=name)
