@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fa_ops.bench.peers import E4M3, per_tensor
 from fa_ops.bench.problems import PRESETS, Problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +39,7 @@ def rows(group: str, preset: str, only: str) -> Iterator[tuple[str, Make]]:
         yield from HOST.items()
         return
     wanted = [set(words.split()) for words in only.split(",")]
-    problems = CACHED[group]() if group in CACHED else PRESETS[preset]()
+    problems = OWN_PROBLEMS[group]() if group in OWN_PROBLEMS else PRESETS[preset]()
     for problem in problems:
         if any(words <= {*str(problem).split()} for words in wanted):
             yield str(problem), lambda fa, problem=problem: GROUPS[group](fa, problem)
@@ -223,7 +225,43 @@ def _cached(fa: ModuleType, p: Cached) -> Call:
     return Call(lambda _: fa.attention_with_kv_cache(q, *caches, lens, table, **options))
 
 
-CACHED = {"decode": decodes, "prompts": prompts, "mixed": mixes}
+_QK_DTYPES = {torch.int8: "int8", E4M3: "e4m3", None: "e4m3-tensors"}
+
+
+class Quantized(NamedTuple):
+    """A problem with 8-bit products: of 16-bit tensors that the call quantises, or of others."""
+
+    problem: Problem
+    qk_dtype: torch.dtype | None  # None: the tensors are e4m3, with a scale each
+
+    def __str__(self) -> str:
+        return f"{self.problem} {_QK_DTYPES[self.qk_dtype]}"
+
+
+def quantized() -> list[Quantized]:
+    if DEVICE == "cpu":
+        return [Quantized(*each) for each in itertools.product(PRESETS["tiny"](), _QK_DTYPES)]
+    shapes = [
+        *((2, 32, 8, 8192, D, causal) for D in (64, 128, 256) for causal in (False, True)),
+        *((1, 32, 8, 16384, 128, causal) for causal in (False, True)),
+        *((2, 16, 16, 8192, 128, causal) for causal in (False, True)),
+        *((tokens // S, 32, 8, S, 128, True) for tokens, S in ((8192, 512), (16384, 2048))),
+    ]
+    return [Quantized(Problem(*shape), qk_dtype) for shape in shapes for qk_dtype in _QK_DTYPES]
+
+
+def _quantized(fa: ModuleType, p: Quantized) -> Call:
+    causal, qk_dtype = p.problem.causal, p.qk_dtype
+    tensors = p.problem.inputs(DEVICE, "bhsd")
+    if qk_dtype is not None:
+        return Call(lambda _: fa.quantized_attention(*tensors, causal, qk_dtype=qk_dtype))
+    numbers, scales = zip(*map(per_tensor, tensors))
+    options = dict(zip(("q_scale", "k_scale", "v_scale"), scales))
+    return Call(lambda _: fa.attention(*numbers, is_causal=causal, **options))
+
+
+# The problems of groups that no preset is for.
+OWN_PROBLEMS = {"decode": decodes, "prompts": prompts, "mixed": mixes, "quantized": quantized}
 GROUPS = {
     "forward": _forward,
     "backward": _backward,
@@ -232,6 +270,7 @@ GROUPS = {
     "decode": _cached,
     "prompts": _cached,
     "mixed": _mixed,
+    "quantized": _quantized,
 }
 
 
