@@ -115,10 +115,10 @@ class Ranges(NamedTuple):
 
     def hull(self) -> Segment | None:
         """The smallest interval that contains all; None if all are empty."""
-        there = self.hi > self.lo
-        if not bool(there.any()):
+        end = int(self.hi.max()) if self.hi.numel() else 0
+        if not end:
             return None
-        return int(self.lo[there].min()), int(self.hi.max())
+        return int(self.lo.masked_fill(self.hi <= self.lo, end).min()), end
 
     def pairs(self) -> float:
         """The number of pairs of queries and keys, as a mean over rows of the batch and heads."""

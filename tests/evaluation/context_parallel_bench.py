@@ -203,10 +203,9 @@ def report_memory(records: dict[str, dict], unit: int) -> None:
 
 def _work(rank: int, store: str, given) -> None:
     device = torch.device("cuda", rank) if given.device == "cuda" else torch.device("cpu")
+    torch.set_num_threads(1)  # as torchrun does: threads of all processes would wait for cores
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
     backend = "nccl" if device.type == "cuda" else "gloo"
     options = {"rank": rank, "world_size": given.processes, "timeout": timedelta(seconds=120)}
     if device.type == "cuda":

@@ -128,11 +128,10 @@ def report(found: dict, given: argparse.Namespace) -> None:
 def _work(rank: int, store: str, given: argparse.Namespace) -> None:
     device = torch.device("cuda", rank) if given.device == "cuda" else torch.device("cpu")
     options = {"rank": rank, "world_size": given.processes, "timeout": timedelta(seconds=300)}
+    torch.set_num_threads(1)  # as torchrun does: threads of all processes would wait for cores
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options["device_id"] = device
-    else:
-        torch.set_num_threads(1)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, f"file://{store}", **options)
     found = compare(given, device)
