@@ -214,12 +214,9 @@ def _local(batch: Mapping[str, Any], to: Distribution) -> dict[str, Any]:
         shifted = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         local["shift_labels"] = shifted
         local["num_items_in_batch"] = (shifted != IGNORED).sum()
-    where = {"layout": to.layout}
-    if isinstance(to.layout, str):
-        where = {"zigzag": to.layout == "zigzag"}
     for name in (*_TOKENS, "shift_labels"):
         if local.get(name) is not None:
-            local[name] = shard(local[name], to.mesh_or_group, 1, **where)
+            local[name] = shard(local[name], to.mesh_or_group, 1, layout=to.layout)
     # all ones: positions of parts must not be taken for packed documents
     ids = local.get("input_ids")
     like = local["inputs_embeds"][..., 0] if ids is None else ids

@@ -193,7 +193,7 @@ def shard(
     group: ProcessGroup | DeviceMesh | None = None,
     dim: int = 2,
     zigzag: bool = True,
-    layout: SequenceLayout | None = None,
+    layout: str | SequenceLayout | None = None,
 ) -> Tensor:
     """The part of a sequence that this process holds. Differentiable.
 
@@ -203,7 +203,8 @@ def shard(
         group: a ProcessGroup or a DeviceMesh; ``None``: all processes.
         dim: the dimension of the sequence, 2 for ``(B, H, S, D)``.
         zigzag: whether tokens are in zigzag order; else parts are contiguous.
-        layout: in place of `zigzag`, the tokens of each process, as :func:`balanced_layout` gives.
+        layout: in place of `zigzag`, the layout of :func:`context_parallel_attention`: "zigzag",
+            "contiguous", or the tokens of each process, as :func:`balanced_layout` gives.
 
     Returns:
         x with this process's tokens alone along `dim`.
@@ -224,7 +225,7 @@ def unshard(
     group: ProcessGroup | DeviceMesh | None = None,
     dim: int = 2,
     zigzag: bool = True,
-    layout: SequenceLayout | None = None,
+    layout: str | SequenceLayout | None = None,
 ) -> Tensor:
     """Gather the whole sequence from the parts of :func:`shard`. Not differentiable.
 
@@ -233,7 +234,7 @@ def unshard(
         group: as in :func:`shard`, like all further arguments.
         dim: the dimension of the sequence.
         zigzag: whether tokens are in zigzag order.
-        layout: in place of `zigzag`, the tokens of each process.
+        layout: in place of `zigzag`, as in :func:`shard`.
 
     Returns:
         The whole sequence, on every process.
@@ -256,14 +257,22 @@ def unshard(
     return joined(parts, layout.segments, dim) if layout.tokens else x
 
 
-def _check(x: Tensor, dim: int, zigzag: bool, layout: SequenceLayout | None) -> None:
+def _check(x: Tensor, dim: int, zigzag: bool, layout: str | SequenceLayout | None) -> None:
     """Raise TypeError or ValueError for arguments of a wrong kind, or a dimension that x lacks."""
     need_tensor("x", x)
     need_bool("zigzag", zigzag)
     if not -x.dim() <= need_int("dim", dim) < x.dim():
         raise ValueError(f"dim must be one of x's {x.dim()} dimensions, got {dim}")
-    if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
+    if layout is not None:
+        check_kind(layout)
+
+
+def check_kind(layout: str | SequenceLayout) -> None:
+    """Raise ValueError unless it is the name of a layout, or a layout."""
+    if not isinstance(layout, SequenceLayout) and layout not in ("zigzag", "contiguous"):
+        raise ValueError(
+            f"layout must be 'zigzag', 'contiguous' or a SequenceLayout, got {layout!r}"
+        )
 
 
 def joined(parts: list[Tensor], segments, dim: int) -> Tensor:
@@ -289,15 +298,17 @@ def separated(x: Tensor, segments, dim: int) -> list[list[Tensor]]:
 
 
 def _layout_of(
-    tokens: int, dim: int, size: int, zigzag: bool, layout: SequenceLayout | None
+    tokens: int, dim: int, size: int, zigzag: bool, layout: str | SequenceLayout | None
 ) -> SequenceLayout:
-    if layout is not None:
+    if isinstance(layout, SequenceLayout):
         if (layout.tokens, layout.size) != (tokens, size):
             raise ValueError(
                 f"layout is of {layout.tokens} tokens on {layout.size} processes, but x has "
                 f"{tokens} along dim {dim} on {size}"
             )
         return layout
+    if layout is not None:
+        zigzag = layout == "zigzag"
     count = 2 * size if zigzag else size
     if tokens % count:
         raise ValueError(

@@ -20,7 +20,13 @@ from fa_ops.argument_types import (
     sides,
 )
 from fa_ops.call import DENSE, Call
-from fa_ops.distributed.layout import Members, SequenceLayout, contiguous_layout, zigzag_layout
+from fa_ops.distributed.layout import (
+    Members,
+    SequenceLayout,
+    check_kind,
+    contiguous_layout,
+    zigzag_layout,
+)
 from fa_ops.distributed.masks import Mask, check_ends, on_host
 from fa_ops.distributed.plans import StepProblem
 from fa_ops.distributed.stepwise import StepOptions
@@ -209,8 +215,7 @@ def _layout(layout: str | SequenceLayout, name: str, local: int, size: int) -> S
             )
         layout.check()
         return layout
-    if layout not in ("zigzag", "contiguous"):
-        raise ValueError(f"layout must be 'zigzag', 'contiguous' or a layout, got {layout!r}")
+    check_kind(layout)
     if layout == "contiguous":
         return contiguous_layout(local * size, size)
     if size > 1 and local % 2:

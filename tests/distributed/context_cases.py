@@ -213,8 +213,7 @@ def distributed(case: ContextCase, mesh_or_group, world: int) -> dict[str, Tenso
         layout = balanced_layout(
             tokens, mesh_or_group, is_causal=case.is_causal, window=case.window, **masks
         )
-    where = {"layout": layout} if case.layout == "balanced" else {"zigzag": layout == "zigzag"}
-    parts = [shard(x, mesh_or_group, **where) for x in tensors]
+    parts = [shard(x, mesh_or_group, layout=layout) for x in tensors]
     if case.bshd:
         parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts]
     parts = [x.requires_grad_() for x in parts]
@@ -230,13 +229,13 @@ def distributed(case: ContextCase, mesh_or_group, world: int) -> dict[str, Tenso
     assert out.dtype == case.dtype and lse.dtype == torch.promote_types(case.dtype, torch.float32)
     shape = (case.B, case.Hq, tokens)
     weights = loss_weights(case, torch.empty(*shape, case.Dv), torch.empty(shape))
-    weights = [shard(x, mesh_or_group, **where) for x in weights]
+    weights = [shard(x, mesh_or_group, layout=layout) for x in weights]
     found = with_gradients(case, out, lse, leaves, weights)
     if case.sinks:
         dist.all_reduce(found["grad of sinks"])
         found["grad of sinks"] /= dist.get_world_size() / world
     return {
-        name: x if name == "grad of sinks" else unshard(x, mesh_or_group, **where)
+        name: x if name == "grad of sinks" else unshard(x, mesh_or_group, layout=layout)
         for name, x in found.items()
     }
 

@@ -196,6 +196,9 @@ def check_layouts() -> None:
     assert max(work) < 1.15 * sum(work) / WORLD
     x = torch.arange(64).view(1, 1, 64, 1)
     assert torch.equal(unshard(shard(x, layout=layout), layout=layout), x)
+    for name, zigzag in (("zigzag", True), ("contiguous", False)):
+        assert torch.equal(shard(x, zigzag=not zigzag, layout=name), shard(x, zigzag=zigzag))
+        assert torch.equal(unshard(shard(x, layout=name), layout=name), x)
     on_two = mesh(2, 2)
     assert torch.equal(unshard(shard(x, on_two), on_two), x)
     assert torch.equal(shard(x, on_two), shard(x))
@@ -276,7 +279,9 @@ def check_errors() -> None:
     attend = context_parallel_attention
     with pytest.raises(ValueError, match="scheme must be one of auto, ring, ulysses, all_gather"):
         attend(q, k, v, scheme="star")
-    with pytest.raises(ValueError, match="layout must be 'zigzag', 'contiguous' or a layout"):
+    with pytest.raises(
+        ValueError, match="layout must be 'zigzag', 'contiguous' or a SequenceLayout"
+    ):
         attend(q, k, v, layout="stripes")
     with pytest.raises(TypeError, match="mesh_or_group must be a DeviceMesh or a ProcessGroup"):
         attend(q, k, v, "cp")

@@ -39,7 +39,10 @@ ENDS = torch.tensor([0, 3, 8], dtype=torch.int32)
         ((X, None, 2.0), "dim must be an int, got 2.0"),
         ((X, None, 4), "dim must be one of x's 4 dimensions, got 4"),
         ((X, None, 2, 1), "zigzag must be a bool, got 1"),
-        ((X, None, 2, True, "zigzag"), "layout must be a SequenceLayout or None, got 'zigzag'"),
+        (
+            (X, None, 2, True, "stripes"),
+            "layout must be 'zigzag', 'contiguous' or a SequenceLayout, got 'stripes'",
+        ),
     ],
     ids=str,
 )

@@ -148,11 +148,10 @@ def compare(problem: BenchProblem, device: torch.device, given) -> dict[str, dic
         layout = balanced_layout(problem.tokens, **options)
     elif "window" in options:
         layout = "contiguous"
-    where = {"zigzag": layout == "zigzag"} if isinstance(layout, str) else {"layout": layout}
     leaves = [x.clone().requires_grad_() for x in whole]
     attend = lambda: one_device(problem, *leaves)  # noqa: E731
     found = {"one device": measure(attend, leaves, device, given)}
-    parts = [shard(x, **where).requires_grad_() for x in whole]
+    parts = [shard(x, layout=layout).requires_grad_() for x in whole]
     for scheme, transport in ways(given):
         attend = lambda way=(scheme, transport): context_parallel_attention(  # noqa: E731
             *parts, None, way[0], layout=layout, check=given.check, transport=way[1], **options
