@@ -22,6 +22,7 @@ from fa_ops.distributed.gathered_dropout import PackedDropout
 from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import Members, groups_of
 from fa_ops.distributed.sums import sum_dtype
+from fa_ops.ops.undifferentiable import differentiable_once
 
 Packing = tuple[Tensor, Tensor, int, int]
 
@@ -151,10 +152,10 @@ class _GatheredAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_out, grad_lse):
+    @differentiable_once("attention over gathered heads")
+    def backward(ctx, tensors, grad_out, grad_lse):
         """Gradients of q, k and v."""
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse = tensors
         job = ctx.job
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

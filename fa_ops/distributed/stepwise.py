@@ -19,6 +19,7 @@ from fa_ops.distributed.forms import LinearBias, StepCall
 from fa_ops.distributed.peer_exchange import PeerExchange
 from fa_ops.distributed.plans import Step, StepPlan, rows_of
 from fa_ops.distributed.sums import Covered, TokenSum, sum_dtype
+from fa_ops.ops.undifferentiable import differentiable_once
 from fa_ops.types import Spec
 
 
@@ -86,10 +87,10 @@ class StepwiseAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_out, grad_lse):
+    @differentiable_once("context parallel attention")
+    def backward(ctx, tensors, grad_out, grad_lse):
         """Gradients of query, key, value and sinks."""
-        q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
+        q, k, v, out, lse, sinks, *kept = tensors
         job, plan = ctx.job, ctx.job.plan
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         saved, arriving = (grad_out, grad_lse, q, out, lse), None

@@ -16,6 +16,7 @@ from torch import Tensor
 from fa_ops.distributed.exchange import Exchange, Waiting
 from fa_ops.distributed.layout import Members, Segment, joined, separated
 from fa_ops.distributed.sums import sum_dtype
+from fa_ops.ops.undifferentiable import differentiable_once
 
 
 class HeadSplit(NamedTuple):
@@ -77,8 +78,8 @@ class ToHeads(torch.autograd.Function):
         return _to_heads(split, (q, k, v), "step 1 of 2 (heads of queries, keys and values)")
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
+    @differentiable_once("context parallel attention")
+    def backward(ctx, _, *grads):
         """The reverse; gradients of a key head are summed over the processes that had it."""
         what = "step 2 of 2 of the backward pass (tokens' gradients)"
         return *_to_tokens(ctx.split, grads, (False, True, True), what), None
@@ -94,8 +95,8 @@ class ToTokens(torch.autograd.Function):
         return _to_tokens(split, results, (False,) * len(results), "step 2 of 2 (tokens' results)")
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
+    @differentiable_once("context parallel attention")
+    def backward(ctx, _, *grads):
         """Send each process its heads of the gradients; zeros too, as others wait for them."""
         what = "step 1 of 2 of the backward pass (heads of gradients)"
         return None, *_to_heads(ctx.split, grads, what, (False,) * len(grads))

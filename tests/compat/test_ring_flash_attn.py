@@ -157,6 +157,11 @@ def check_errors() -> None:
         llama3(*packed, *prepared, 1, keys, -0.5)
     with pytest.raises(NotImplementedError, match="window_size needs causal=True"):
         llama3(*packed, *prepared, 1, keys, window_size=(3, 3))
+    leaves = [x.requires_grad_() for x in packed]
+    out = llama3(*leaves, *prepared, 1, keys, causal=True)
+    (grad,) = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward is not implemented"):
+        torch.autograd.grad(grad.square().sum() + leaves[2].sum(), leaves[2])
     kind = ValueError if dist.get_rank() else RuntimeError
     with pytest.raises(kind, match="heads_k_stride must divide"):
         llama3(*packed, *prepared, 1 if dist.get_rank() == 0 else 3, keys)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fa_ops
 from fa_ops.distributed import (
@@ -273,6 +274,22 @@ def check_choice() -> None:
     assert chosen((1e15, 1e9, 1e15), (32, 1, 1), **few) == "ring"
 
 
+def check_second_derivatives() -> None:
+    """They raise, also those of a loss whose own gradient is a constant."""
+    for scheme in ("ring", "all_gather", "ulysses"):
+        for loss in (torch.sum, lambda out: out.sin().sum()):
+            q, k, v = inputs(requires_grad=True)
+            out = context_parallel_attention(q, k, v, None, scheme)
+            (grad,) = torch.autograd.grad(loss(out), q, create_graph=True)
+            with pytest.raises(NotImplementedError, match="double backward is not implemented"):
+                torch.autograd.grad(grad.square().sum() + v.sum(), v)
+        q, k, v = inputs(requires_grad=True)  # a checkpoint lets each tensor be unpacked once
+        out = checkpoint(context_parallel_attention, q, k, v, None, scheme, use_reentrant=False)
+        (found,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        out = context_parallel_attention(q, k, v, None, scheme)
+        torch.testing.assert_close(found, *torch.autograd.grad(out.sum(), q))
+
+
 def check_errors() -> None:
     """Errors that every process finds itself, before anything is sent."""
     q, k, v = inputs()
@@ -490,6 +507,7 @@ CHECKS |= {
     "explanation": check_explanation,
     "choice": check_choice,
     "errors": check_errors,
+    "second derivatives": check_second_derivatives,
     "repeated calls": check_repeated_calls,
     "disagreement": check_disagreement,
     "other processes": check_other_processes,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from fa_ops.compat.flash.arguments import PACKED, PAGES, shape, unit_stride
 from fa_ops.compat.flash.cache import Caches
 from fa_ops.kv_cache import attention_with_kv_cache
+from fa_ops.ops.undifferentiable import undifferentiable
 from fa_ops.varlen import pages as varlen_pages
 
 
@@ -39,7 +38,8 @@ def attend_pages(
     inputs = [unit_stride(x) for x in (q, k, v)]
     detached = (x.detach() for x in inputs)
     out, lse = varlen_pages.attention(*detached, ends, lens, table, longest, options)
-    return undifferentiable("attention over pages (block_table)", inputs, out, lse)
+    message = "attention over pages (block_table) has no backward pass"
+    return undifferentiable(message, inputs, out, lse)
 
 
 def attend_chunks(
@@ -74,26 +74,3 @@ def attend_chunks(
         **{name: options[name] for name in names},
     )  # fmt: skip
     return out[:, :, 0], lse[:, :, 0].T.contiguous()
-
-
-def undifferentiable(
-    what: str, inputs: Sequence[Tensor], out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """out and lse, whose gradients raise NotImplementedError, if the inputs require any."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return _Undifferentiable.apply(what, out, lse, *inputs)
-    return out, lse
-
-
-class _Undifferentiable(torch.autograd.Function):
-    """Results whose gradients are refused instead of missing."""
-
-    @staticmethod
-    def forward(ctx, what, out, lse, *inputs):
-        ctx.what = what
-        ctx.set_materialize_grads(False)
-        return out.view_as(out), lse.view_as(lse)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError(f"{ctx.what} has no backward pass")

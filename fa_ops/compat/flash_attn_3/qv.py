@@ -14,10 +14,9 @@ from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash import segments
 from fa_ops.compat.flash.arguments import has_shape, unit_stride
 from fa_ops.compat.flash.cache import Caches
-from fa_ops.compat.flash.paged import attend_chunks, attend_pages, undifferentiable
+from fa_ops.compat.flash.paged import attend_chunks, attend_pages
+from fa_ops.ops.undifferentiable import undifferentiable
 from fa_ops.types import Packing
-
-_NAME = "attention with qv"
 
 
 def with_features_of_values(q: Tensor, qv: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
@@ -97,4 +96,4 @@ def _attend(q, qv, caches, lens, ends, longest, chunk, options) -> tuple[Tensor,
         out, lse = attend_chunks(q, caches, lens, ends, None, chunk, options)
     else:
         out, lse = attend_pages(q, *caches[:2], lens, caches.table, ends, longest, options)
-    return undifferentiable(_NAME, given, out, lse)
+    return undifferentiable("attention with qv has no backward pass", given, out, lse)
