@@ -121,6 +121,23 @@ def _one_by_one(operator: OpOverload, N: int, mapped: set[str], call: dict):
     return stacked, (0,) * len(stacked)
 
 
+def _no_samples(operator: OpOverload, dims: dict, call: dict):
+    """Results over zero samples, of the shapes and dtypes that a call of one sample has."""
+
+    def sample(name: str, x: object) -> object:
+        if not isinstance(x, Tensor):
+            return x
+        shape = x.shape if dims[name] is None else x.movedim(dims[name], 0).shape[1:]
+        return x.new_empty(shape, device="meta")
+
+    results = operator(**{name: sample(name, x) for name, x in call.items()})
+    like = next(x for x in call.values() if isinstance(x, Tensor))
+    if isinstance(results, Tensor):
+        return like.new_empty((0, *results.shape), dtype=results.dtype), 0
+    empty = tuple(like.new_empty((0, *x.shape), dtype=x.dtype) for x in results)
+    return empty, (0,) * len(empty)
+
+
 def _merge_rule(operator: OpOverload, info, dims: dict, call: dict):
     N = info.batch_size
 
@@ -143,12 +160,14 @@ def _separate_rule(operator: OpOverload, info, dims: dict, call: dict):
 
 
 def _register(operator: OpOverload, rule) -> None:
+    def batched(info, dims: tuple, call: dict):
+        if info.batch_size == 0:
+            return _no_samples(operator, dims[0], call)
+        return rule(operator, info, dims[0], call)
+
     def kernel(*args, **options):
-        return library.run_vmap_rule(
-            lambda info, dims, call: rule(operator, info, dims[0], call),
-            lambda call: operator(**call),
-            axes.bind(operator, args, options),
-        )
+        call = axes.bind(operator, args, options)
+        return library.run_vmap_rule(batched, lambda call: operator(**call), call)
 
     library.lib.impl(operator._opname, kernel, "FuncTorchBatched")
 

@@ -166,6 +166,28 @@ def test_vmap_of_vmap():
     assert_same(actual, torch.stack([torch.stack(row) for row in loop]))
 
 
+def test_vmap_over_no_samples():
+    q, k, v, _ = CASES["plain"].fresh()
+    lens = torch.full(q.shape[:1], 3, dtype=torch.int32)
+    sinks = torch.zeros(q.shape[1])
+    packed, ends = torch.randn(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
+    outs, lses = torch.randn(3, 2, 8), torch.randn(3, 2)
+    loss = lambda *tensors: fa_ops.attention(*tensors[:3], sinks=tensors[3]).sum()  # noqa: E731
+    for function, tensors in (
+        (lambda *x: fa_ops.attention(*x, return_lse=True), (q, k, v)),
+        (lambda *x: (fa_ops.attention(*x, sinks=sinks),), (q, k, v)),
+        (grad(loss, (0, 1, 2, 3)), (q, k, v, sinks)),
+        (lambda x: fa_ops.attention_varlen(x, x, x, ends, ends, return_lse=True), (packed,)),
+        (lambda *x: fa_ops.attention_with_kv_cache(*x, lens, return_lse=True), (q, k, v)),
+        (lambda *x: fa_ops.quantized_attention(*x, return_lse=True), (q, k, v)),
+        (fa_ops.merge_states, (outs, lses)),
+    ):
+        one = function(*tensors)
+        none = vmap(function)(*(x.new_empty(0, *x.shape) for x in tensors))
+        assert [(x.shape[1:], x.dtype) for x in none] == [(x.shape, x.dtype) for x in one]
+        assert all(x.shape[0] == 0 for x in none)
+
+
 def test_vmap_dropout_randomness_is_vmaps():
     q = torch.randn(N, 1, 2, 16, 8)
     same = q[:1].expand_as(q)
