@@ -19,6 +19,10 @@ from fa_ops.ops import library
 from fa_ops.varlen import paged_kernel, query_tiles
 
 MAX_KEYS = 2**31 - 1  # of all sequences: cu_seqlens are int32
+_NO_GRADIENT = (
+    "attention_varlen with page_table has no gradient; call it under torch.no_grad(), or without "
+    "page_table, which has one"
+)
 
 
 class PagedCall(NamedTuple):
@@ -54,6 +58,9 @@ def arguments(
     for name, t in (("cu_seqlens_k", cu_seqlens_k), ("alibi_slopes", options["alibi_slopes"])):
         if t is not None:
             need_tensor(name, t)
+    floats = {"query": query, "key": key, "value": value}
+    floats |= {name: options[name] for name in ("alibi_slopes", "sinks")}
+    checks.no_gradients(floats, _NO_GRADIENT)
     if (kv_lens is None) == (cu_seqlens_k is None):
         given = "neither" if kv_lens is None else "both"
         raise ValueError(

@@ -145,7 +145,11 @@ def test_it_compiles_to_one_graph_for_all_lengths():
         ),
         (
             {"query": torch.zeros(TOKENS, 4, 16, requires_grad=True)},
-            "query must not require grad: attention_with_kv_cache has no gradient",
+            "query must not require grad: attention_varlen with page_table has no gradient",
+        ),
+        (
+            {"sinks": torch.zeros(4, requires_grad=True)},
+            "sinks must not require grad: attention_varlen with page_table has no gradient",
         ),
         ({"page_table": [[0]]}, "page_table must be a Tensor, got list"),
         ({"max_seqlen_q": 2.5}, "max_seqlen_q must be an int or None, got 2.5"),
