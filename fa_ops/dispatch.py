@@ -12,7 +12,7 @@ import importlib
 import os
 import warnings
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -178,17 +178,3 @@ class CallExplanation(NamedTuple):
             lines += [f"kernel: {self.kernel}", f"route: {self.route}"]
         lines += [f"  {name}: {reason or 'can run this'}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
-
-
-def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> CallExplanation:
-    """The former name of :func:`fa_ops.explain`.
-
-    Examples:
-        >>> print(dispatch.explain(q, k, v, is_causal=True))
-        backend: cpu
-        kernel: forward
-        ...
-    """
-    from fa_ops import explanation
-
-    return explanation.explain(query, key, value, **options)

@@ -140,7 +140,7 @@ class TestExplain(expecttest.TestCase):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dispatch, "refusal", lambda name, call: refusals[name])
             self.assertExpectedInline(
-                str(dispatch.explain(*qkv(), is_causal=True)),
+                str(fa_ops.explain(*qkv(), is_causal=True)),
                 """\
 backend: cpu
 kernel: forward
@@ -151,7 +151,7 @@ route: direct
   reference: can run this""",
             )
             self.assertExpectedInline(
-                str(dispatch.explain(*qkv(), backend="triton")),
+                str(fa_ops.explain(*qkv(), backend="triton")),
                 """\
 backend: none
   hopper: needs a CUDA device, got cpu

@@ -39,7 +39,7 @@ def test_examples_run(page, request, monkeypatch):
 
 FUNCTIONS = (
     fa_ops.attention, fa_ops.attention_varlen, fa_ops.attention_with_kv_cache, fa_ops.use_backend,
-    fa_ops.quantized_attention, dispatch.explain,
+    fa_ops.quantized_attention, fa_ops.explain,
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ FUNCTIONS = (
 def test_examples_in_docstrings_print_what_they_show(function, capsys, monkeypatch):
     monkeypatch.setattr(dispatch, "_available", {"hopper": "needs a CUDA device"})
     q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
-    names = {"torch": torch, "fa_ops": fa_ops, "dispatch": dispatch, "q": q, "k": k, "v": v}
+    names = {"torch": torch, "fa_ops": fa_ops, "q": q, "k": k, "v": v}
     assert ">>>" in function.__doc__
     doctest.run_docstring_examples(function, names, optionflags=doctest.ELLIPSIS)
     assert capsys.readouterr().out == ""

@@ -16,7 +16,6 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops import dispatch
 from fa_ops.cli import measure, options, smollm
 
 LENGTHS = (512, 2048)
@@ -232,7 +231,7 @@ def _direct_call(console: Console, config, device: str, dtype: torch.dtype) -> N
     console.print(
         f"  {times[0]:.2f} ms; SDPA {times[1]:.2f} ms; largest difference {difference:.1e}"
     )
-    for line in str(dispatch.explain(q, k, v, is_causal=True)).splitlines():
+    for line in str(fa_ops.explain(q, k, v, is_causal=True)).splitlines():
         console.print(f"  {line}", markup=False)
     if device == "cuda":
         console.print(f"  kernels: {', '.join(measure.kernels(ours))}", markup=False)

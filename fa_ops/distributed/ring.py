@@ -1,4 +1,4 @@
-"""Ring attention with the arguments that it had before there were other schemes and masks."""
+"""Ring attention without masks, or causal: `context_parallel_attention` with fewer options."""
 
 from __future__ import annotations
 
