@@ -52,15 +52,16 @@ class use_backend:
     def __init__(self, name: str) -> None:
         check_name(name)
         self.name = name
+        self.previous: list[str | None] = []  # of each block, as blocks of one object may be nested
 
     def __enter__(self) -> None:
         global default
-        self.previous = default
+        self.previous.append(default)
         default = self.name
 
     def __exit__(self, *_: object) -> None:
         global default
-        default = self.previous
+        default = self.previous.pop()
 
 
 def check_name(name: str) -> None:

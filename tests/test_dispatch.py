@@ -108,6 +108,16 @@ def test_use_backend_can_be_nested(monkeypatch):
     assert dispatch.default is None
 
 
+def test_one_use_backend_can_be_nested(monkeypatch):
+    monkeypatch.setattr(dispatch, "default", None)
+    chosen = fa_ops.use_backend("reference")
+    with chosen, fa_ops.use_backend("cpu"):
+        with chosen:
+            assert dispatch.default == "reference"
+        assert dispatch.default == "cpu"
+    assert dispatch.default is None
+
+
 def test_use_backend_holds_for_the_backward_of_its_calls(monkeypatch):
     """The function hands the name to autograd, so a backward outside the block runs on it too."""
     q, k, v = qkv(requires_grad=True)
