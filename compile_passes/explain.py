@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import fx
 
-from compile_passes.fuse import fuse
+from compile_passes.fuse import checked_products, fuse
 from compile_passes.report import Finding, Report
 
 
@@ -38,11 +38,16 @@ def explain(
         Every softmax with its source location and the call that it was fused into, or the reason
         why it was not fused. Print it, or read its `findings`.
 
+    Raises:
+        ValueError, TypeError: options that :func:`install` refuses.
+
     Examples:
         >>> print(compile_passes.explain(model, x))
         1 of 1 softmaxes fused, in 1 graph
         ...
     """
+    options = verify, drop_stored_weights, eight_bit, sixteen_bit
+    checked_products(*options)  # before anything is traced
     findings: list[Finding] = []
     graphs = 0
 
@@ -51,7 +56,6 @@ def explain(
         for module in gm.modules():
             if isinstance(module, fx.GraphModule):
                 graphs += 1
-                options = verify, drop_stored_weights, eight_bit, sixteen_bit
                 findings.extend(fuse(_copy(module.graph), *options))
         return gm.forward
 

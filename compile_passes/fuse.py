@@ -40,6 +40,16 @@ EIGHT_BIT = "8-bit"  # the products of a finding
 NO_VALUE = "its result is not multiplied with a value"
 
 
+def checked_products(
+    verify: bool, drop_stored_weights: bool, eight_bit: bool, sixteen_bit: Collection[str]
+) -> QuantizedProducts | None:
+    """The options of 8-bit products; raises TypeError or ValueError for options that are wrong."""
+    for name, flag in (("verify", verify), ("drop_stored_weights", drop_stored_weights)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {flag!r}")
+    return QuantizedProducts.of(eight_bit, sixteen_bit)
+
+
 def fuse(
     graph: fx.Graph, verify: bool = False, drop_stored_weights: bool = False,
     eight_bit: bool = False, sixteen_bit: Collection[str] = (),
@@ -57,7 +67,7 @@ def fuse(
         A finding for each softmax, and each call of scaled_dot_product_attention or flex_attention,
         in graph order.
     """
-    products = QuantizedProducts.of(eight_bit, sixteen_bit)
+    products = checked_products(verify, drop_stored_weights, eight_bit, sixteen_bit)
     if not _may_hold_attention(graph):
         return []
     detach_metadata_readers(graph)

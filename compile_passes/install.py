@@ -13,8 +13,7 @@ from torch._dynamo.utils import dynamo_timed
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from compile_passes.fuse import fuse
-from compile_passes.rewrite.eight_bit import QuantizedProducts
+from compile_passes.fuse import checked_products, fuse
 
 TIMER = "compile_passes.fuse"  # in torch._dynamo.utils.compilation_time_metrics
 
@@ -163,10 +162,7 @@ def install(
         >>> with compile_passes.install():
         ...     out = torch.compile(model)(x)
     """
-    for name, flag in (("verify", verify), ("drop_stored_weights", drop_stored_weights)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {flag!r}")
-    products = QuantizedProducts.of(eight_bit, sixteen_bit)
+    products = checked_products(verify, drop_stored_weights, eight_bit, sixteen_bit)
     names = products.sixteen_bit if products else ()
     fusion = FusionPass(verify, drop_stored_weights, eight_bit, names)
     slot = config.pre_grad_custom_pass

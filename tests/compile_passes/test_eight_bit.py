@@ -147,6 +147,10 @@ WRONG = {
 def test_wrong_options_are_refused(message):
     with pytest.raises((TypeError, ValueError), match=message):
         compile_passes.install(**WRONG[message])
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        compile_passes.explain(torch.nn.Linear(2, 2), torch.zeros(1, 2), **WRONG[message])
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        compile_passes.fuse(torch.fx.Graph(), **WRONG[message])
 
 
 PATHS = {
