@@ -7,7 +7,7 @@ from typing import NamedTuple
 import sympy
 
 from compile_passes.graph import layout
-from compile_passes.graph.axes import Dims, resolve_dims
+from compile_passes.graph.axes import Dims, Group, resolve_dims
 from compile_passes.graph.constants import constant_value
 from compile_passes.graph.ir import Value, is_tensor, requires_grad
 from compile_passes.masks.affine import AbsoluteValue, Affine, Coordinates, symbolic
@@ -125,9 +125,17 @@ class _Factors:
 
 def _dims(at: Coordinates) -> Dims | None:
     """The axes of a tensor that is read at these coordinates; None where it is a part of it."""
-    dims = []
-    for a in at:
-        if a.constant != 0 or len(a.terms) > 1 or any(c != 1 for _, c in a.terms):
+    groups = [_merged(a) for a in at]
+    return None if None in groups else tuple(groups)
+
+
+def _merged(a: Affine) -> Group | None:
+    """The axes, the outermost first, of which the number is the merged index."""
+    group, stride = [], 1
+    for axis, coefficient in sorted(a.terms, key=lambda term: term[1]):
+        if coefficient != stride:
             return None
-        dims.append(tuple(axis for axis, _ in a.terms))
-    return tuple(dims)
+        group.insert(0, axis)
+        size = getattr(axis, "size", None)
+        stride = stride * size if type(size) is int else None
+    return tuple(group) if a.constant == 0 else None

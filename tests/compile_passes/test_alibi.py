@@ -117,8 +117,9 @@ def test_top_left_alignment_is_kept():
         assert ("ALiBi" in fusion.findings[0].masks) == found
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("kind", ["causal", "absolute"])
-def test_score_mods(kind):
+def test_score_mods(kind, kv_heads):
     slopes = SLOPES.clone()
 
     def score_mod(s, b, h, i, j):
@@ -127,9 +128,9 @@ def test_score_mods(kind):
         return s - slopes[h] * (i - j).abs()
 
     def function(q, k, v):
-        return flex_attention(q, k, v, score_mod=score_mod)
+        return flex_attention(q, k, v, score_mod=score_mod, enable_gqa=kv_heads < 4)
 
-    inputs = qkv(Sq=128, Sk=128, D=16, Dv=16)
+    inputs = qkv(Hkv=kv_heads, Sq=128, Sk=128, D=16, Dv=16)
     fusion = fuse(function)
     torch.testing.assert_close(fusion.run(*inputs), function(*inputs), atol=1e-5, rtol=1e-4)
     assert "ALiBi" in fusion.findings[0].masks, fusion.findings
