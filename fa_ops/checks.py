@@ -279,9 +279,9 @@ def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:
         spec.scale is None or math.isfinite(spec.scale), "scale must be finite, got {}", spec.scale
     )
     need(0.0 <= softcap < math.inf, "softcap must be finite and >= 0 (0 is off), got {}", softcap)
-    for side in ("window_left", "window_right"):
-        size = getattr(spec, side)
-        need(size >= -1, "{} must be -1 (unbounded) or more, got {}", side, size)
+    for side, size in (("left", spec.window_left), ("right", spec.window_right)):
+        rule = "the {0} side of window (window_{0}) must be -1 (unbounded) or more, got {1}"
+        need(size >= -1, rule, side, size)
     if spec.backend is not None:
         dispatch.check_name(spec.backend)
     slopes, sinks, lens = spec.alibi_slopes, spec.sinks, spec.kv_lens

@@ -218,10 +218,14 @@ DENSE = {
 # Errors that only one of the entry points can raise.
 FUNCTION_ONLY = {
     "negative window": Bad(
-        {"window": (-2, None)}, V, "window_left must be -1 (unbounded) or more, got -2"
+        {"window": (-2, None)},
+        V,
+        "the left side of window (window_left) must be -1 (unbounded) or more, got -2",
     ),
     "negative right window": Bad(
-        {"window": (0, -5)}, V, "window_right must be -1 (unbounded) or more, got -5"
+        {"window": (0, -5)},
+        V,
+        "the right side of window (window_right) must be -1 (unbounded) or more, got -5",
     ),
     "window of one": Bad({"window": 5}, T, "window must be a pair (left, right), got 5"),
     "window of three": Bad(
@@ -262,7 +266,9 @@ FUNCTION_ONLY = {
 }
 OPERATOR_ONLY = {
     "negative window": Bad(
-        {"window_left": -2}, V, "window_left must be -1 (unbounded) or more, got -2"
+        {"window_left": -2},
+        V,
+        "the left side of window (window_left) must be -1 (unbounded) or more, got -2",
     ),
     "dropout without seed": Bad(
         {"dropout_p": 0.5}, V, "dropout_p > 0 needs dropout_seed, an int64 tensor of one element"

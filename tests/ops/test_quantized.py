@@ -218,7 +218,7 @@ BAD = {
     "qk_dtype": (_tensors() | {"qk_dtype": torch.int16}, TypeError, "qk_dtype must be int8 or"),
     "no dtype": (_tensors() | {"qk_dtype": "int8"}, TypeError, "qk_dtype must be a torch.dtype"),
     "flag": (_tensors() | {"rotate": 1}, TypeError, "rotate must be a bool, got 1"),
-    "window": (_tensors() | {"window": (-5, 0)}, ValueError, "window_left must be -1"),
+    "window": (_tensors() | {"window": (-5, 0)}, ValueError, "(window_left) must be -1"),
     "heads": (_tensors() | {"key": torch.zeros(2, 3, 70, 8)}, ValueError, "value has 4 heads"),
     "no scale": (_tensors(E4M3) | {"rotate": False}, ValueError, "which needs q_scale"),
     "gradient": (
