@@ -17,6 +17,10 @@
 
 constexpr u32 SUMMED_BLOCKS = SUMMED_KEYS / BLOCK_N;
 constexpr bool TAKES_TURNS = CONSUMERS == 3;
+// Scales of e4m3 tensors are awaited while the first product of a work item runs, whose turn is passed before
+// it ends. On an H200, causal calls of 512 keys are 1.04x as fast, and of 8192 keys 1.01x. For 16-bit tensors
+// with int8 products, whose queries are quantised here, they would take 1.00x to 1.01x of the time.
+constexpr bool DEFERS_SCALES = HAS_SIGNS;
 
 struct QuantizedConsumer : QuantizedEpilogue {
   using QuantizedEpilogue::QuantizedEpilogue;
@@ -30,6 +34,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
   SharedTotals totals;
   KeyRange range0, range1;  // the keys of this thread's two rows
 #if HEAD_SCALES
+  float head_scale;                 // of the keys
   bool negative[2], some_negative;  // the product of the scales of a row, and that in some row of this warp
 #endif
 
@@ -262,8 +267,9 @@ struct QuantizedConsumer : QuantizedEpilogue {
     start_scores();
     take_turn();
     score_product();
+    if (DEFERS_SCALES) pass_turn(), finish_scales();
     wgmma_wait<0>();
-    pass_turn();
+    if (!DEFERS_SCALES) pass_turn();
     find_max(n.end - 1, n, false);
     exponentiate();
     add_sums(round_weights());
@@ -276,6 +282,28 @@ struct QuantizedConsumer : QuantizedEpilogue {
     wgmma_wait<0>();
     finish_values();
     totals.finish(t);
+  }
+
+  // The scale of all scores, unless a softcap comes first.
+  DEVICE float score_scale() const { return HAS_SOFTCAP ? 1.f : p.scale_log2; }
+
+  // Uses the scales that `begin` has loaded.
+  DEVICE void finish_scales() {
+    fence_operand(softmax.row_scale);  // the compiler would wait for them before the product
+#pragma unroll
+    for (int r = 0; r < 2; r++) softmax.row_scale[r] *= score_scale();
+#if HEAD_SCALES
+    some_negative = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float& scale = softmax.row_scale[r];
+      scale *= head_scale;
+      negative[r] = scale < 0.f, some_negative |= negative[r];
+      if (!HAS_SOFTCAP) scale = QuantizedSoftmax::unit_of(scale);
+    }
+    some_negative = __any_sync(~0u, some_negative);
+    softmax.key_scale[0] = 1.f;
+#endif
   }
 
   // No row of this consumer attends a key.
@@ -296,20 +324,11 @@ struct QuantizedConsumer : QuantizedEpilogue {
 #pragma unroll
     for (int r = 0; r < 2; r++)
       softmax.row_scale[r] =
-          scales[min(row + 8 * r, queries_of(p, tile) - 1)] * (HAS_SOFTCAP ? 1.f : p.scale_log2);
+          scales[min(row + 8 * r, queries_of(p, tile) - 1)] * (DEFERS_SCALES ? 1.f : score_scale());
 #endif
     const float* key_scale = p.k_scale + first_key_scale(p, tile);
 #if HEAD_SCALES
-    some_negative = false;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float& scale = softmax.row_scale[r];
-      scale *= *key_scale;
-      negative[r] = scale < 0.f, some_negative |= negative[r];
-      if (!HAS_SOFTCAP) scale = QuantizedSoftmax::unit_of(scale);
-    }
-    some_negative = __any_sync(~0u, some_negative);
-    softmax.key_scale[0] = 1.f;
+    head_scale = *key_scale;
 #else
     key_scales = (const KeyScales*)key_scale;
 #endif
@@ -339,7 +358,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
         if (row_of(tile, r) < p.Sq) p.offset[lse_at(tile, r)] = both * p.scale_log2 * LN2;
       }
       const float scale = quantize_row(x, slot_at<Q_BYTES>(sm.q, c), row, lane & 3);
-      softmax.row_scale[r] = scale * (HAS_SOFTCAP ? 1.f : p.scale_log2);
+      softmax.row_scale[r] = scale * score_scale();
     }
     release_queries();
     fence_async_shared();
