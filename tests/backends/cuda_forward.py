@@ -83,10 +83,13 @@ def emulated_forward(
     is_bool = not bias_bits
     defines = dense_forward.kernel_defines(config, torch.bfloat16, mask=is_bool, **features)
     machine = PTX.replace("CTAS = 2, THREADS = 512", f"CTAS = 1, THREADS = {config.threads}")
-    softmax = (SOURCES / "softmax.cuh").read_text()
-    softmax = re.sub(r"void fence\(\) {.*}", "void fence() {}", softmax)  # of the GPU's registers
-    others = {"softmax.cuh": softmax}
+    others = {"softmax.cuh": softmax_without_fences()}
     return compiled(folder, "forward.cu", CALL, defines, machine + FORWARD_PTX, others)
+
+
+def softmax_without_fences() -> str:
+    """`softmax.cuh` without the fences of a GPU's registers."""
+    return re.sub(r"void fence\(\) {.*}", "void fence() {}", (SOURCES / "softmax.cuh").read_text())
 
 
 def run_forward(

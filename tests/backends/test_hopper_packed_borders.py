@@ -1,5 +1,5 @@
-"""Which keys a token of a packed batch attends, whatever the borders hold: the kernel's own source,
-as C++ on the CPU."""
+"""Which keys a token of a packed batch attends, and where it is for ALiBi, whatever the borders
+hold: the kernel's own source, as C++ on the CPU."""
 
 import ctypes
 import random
@@ -22,9 +22,9 @@ static bool __syncthreads_and(bool) { return sorted_of[calls++ % 2]; }
 #include "packed.cu"
 """
 RUN = """
-extern "C" void run(const int* q, const int* k, const int* lens, int2* ranges, int B, int Tq, int Tk, int left, int right) {
+extern "C" void run(const int* q, const int* k, const int* lens, int2* ranges, int B, int Tq, int Tk, int left, int right, int positions) {
   sorted_of[0] = std::is_sorted(q, q + B + 1), sorted_of[1] = std::is_sorted(k, k + B + 1);
-  for (threadIdx.x = 0; threadIdx.x < Tq; threadIdx.x++) packed_ranges(q, k, lens, ranges, B, Tq, Tk, left, right);
+  for (threadIdx.x = 0; threadIdx.x < 256; threadIdx.x++) packed_ranges(q, k, lens, ranges, B, Tq, Tk, left, right, positions);
 }
 """  # noqa: E501
 UNBOUNDED = 1 << 29
@@ -42,16 +42,18 @@ def counted(ends, tokens):
 
 
 def expected(ends_q, ends_k, lens, Tq, Tk, left, right):
+    """Ranges, and positions of all queries and keys."""
     q, k = counted(ends_q, Tq), counted(ends_k, Tk)
-    ranges = np.zeros((Tq, 2), np.int64)
+    ranges, positions = np.zeros((Tq, 2), np.int64), np.zeros((Tq + Tk, 2), np.int64)
     for b in range(len(q) - 1):
         first, end = k[b], k[b + 1]
         last = end if lens is None else first + min(max(lens[b], 0), end - first)
+        positions[q[b] : q[b + 1]] = positions[Tq + first : Tq + end] = last - q[b + 1], b
         for i in range(q[b], q[b + 1]):
             diagonal = i + last - q[b + 1]
             begin, stop = max(first, diagonal - left), min(last, diagonal + right + 1)
             ranges[i] = (begin, stop) if begin < stop else (0, 0)
-    return ranges
+    return ranges, positions
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -69,10 +71,13 @@ def test_ranges_of_broken_borders(kernel, seed):
     lens = [g.choice((*EXTREMES, g.randint(0, 20))) for _ in range(B)] if seed % 3 == 0 else None
     left, right = g.choice((UNBOUNDED, 0, 5)), g.choice((UNBOUNDED, 0, 3))
     given = [None if x is None else np.array(x, np.int32) for x in (ends_q, ends_k, lens)]
-    ranges = np.full((Tq + 2, 2), 77, np.int32)
     pointers = [x if x is None else x.ctypes.data_as(ctypes.c_void_p) for x in given]
-    to = ranges[1:].ctypes.data_as(ctypes.c_void_p)
-    kernel(*pointers, to, B, Tq, Tk, left, right)
-    assert (ranges[[0, -1]] == 77).all()
-    given = ends_q, ends_k, lens, Tq, Tk, left, right
-    np.testing.assert_array_equal(ranges[1:-1], expected(*given))
+    ranges, positions = expected(ends_q, ends_k, lens, Tq, Tk, left, right)
+    for count in (0, Tq, Tq + Tk):
+        written = np.full((Tq + count + 2, 2), 77, np.int32)
+        to = written[1:].ctypes.data_as(ctypes.c_void_p)
+        kernel(*pointers, to, B, Tq, Tk, left, right, count)
+        assert (written[[0, -1]] == 77).all()
+        found = np.split(written[1:-1], [Tq])
+        np.testing.assert_array_equal(found[0], ranges)
+        np.testing.assert_array_equal(found[1], positions[:count])

@@ -10,6 +10,7 @@ import fa_ops
 from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import (
+    compiler,
     dense_backward,
     dense_forward,
     dropout,
@@ -118,6 +119,44 @@ def test_the_dense_kernels_find_one_long_sequence(noted):
     dense_backward.backward(grad_out, grad_lse[None], q, k, v, out, lse[None], spec)
     at = dense_backward._PARAMS.fields["B"].offset
     assert noted.last("backward")[1][at:] == backward[at:]
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 4)], ids=["heads", "batch and heads"])
+def test_slopes_and_positions(noted, shape):
+    for _ in range(2):
+        (q, k, v), slopes = inputs(), torch.ones(shape)
+        noted.launched.clear()
+        out = fa_ops.attention_varlen(q, k, v, ends(), ends(), alibi_slopes=slopes, **BOUNDED)
+        assert [one.name for one in noted.launched] == ["packed_ranges", "forward"]
+        ranges, found = noted.last("packed_ranges")[1], of_forward(noted)
+        assert ranges["positions"] == TOKENS
+        assert found["positions"] == (ranges["ranges"] + 8 * TOKENS,)
+        assert found["alibi"] == (slopes.data_ptr(),)
+        assert found["alibi_b"] == (0 if len(shape) == 1 else 4,)
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        grid, ranges = noted.last("packed_ranges")
+        found = host.of_params(noted.last("backward")[1])
+        assert ranges["positions"] == 2 * TOKENS and grid == (1, 1)
+        assert found["positions"] == (ranges["ranges"] + 8 * TOKENS,)
+        assert found["alibi"] == (slopes.data_ptr(),)
+        assert found["alibi_b"] == (0 if len(shape) == 1 else 4,)
+    assert modules() == [packed.__name__, packed_backward.__name__]
+
+
+@pytest.mark.parametrize("ends, kind", [(ends(), 2), (torch.zeros(1).int(), 0)], ids=["4", "none"])
+def test_slopes_of_no_sequence_are_not_read(noted, monkeypatch, ends, kind):
+    made = {}
+
+    def program(source, entry, defines):
+        made[entry] = dict(defines)
+        return entry
+
+    monkeypatch.setattr(compiler, "program", program)
+    (q, k, v), slopes = inputs(), torch.ones(len(ends) - 1, 4)
+    out = fa_ops.attention_varlen(q, k, v, ends, ends, alibi_slopes=slopes)
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    assert noted.last("packed_ranges")[1]["positions"] == TOKENS * kind
+    assert made["forward"]["HAS_ALIBI"] == made["backward"]["HAS_ALIBI"] == kind
 
 
 def test_dropout_and_sinks(noted):

@@ -47,6 +47,7 @@ FEATURES = {
     "lengths": CAUSAL | {"kv_lens": True},
     "softcap": CAUSAL | {"softcap": True},
     "alibi": CAUSAL | {"alibi": True},
+    "packed alibi": {"ranges": True, "alibi": 2},
     "sinks": CAUSAL | {"sinks": True},
     "mask": CAUSAL | {"mask": True},
     "dropout": CAUSAL | {"dropout": True},
@@ -131,7 +132,7 @@ def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configu
 
     for word, features in FEATURES.items():
         few_registers = word in ("mask", "dropout")
-        differs_by_row = word in ("ranges", "alibi")
+        differs_by_row = word in ("ranges", "alibi", "packed alibi")
         config = configs.forward_config(
             D, Dv, few_registers=few_registers, differs_by_row=differs_by_row
         )
@@ -158,7 +159,7 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
                 D,
                 Dv,
                 few_registers=few_registers,
-                differs_by_row=word in ("ranges", "lengths", "alibi"),
+                differs_by_row=word in ("ranges", "lengths", "alibi", "packed alibi"),
             )
             yield one(word, config, features)
     for word in ("full", "causal", "ranges"):
@@ -171,7 +172,7 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
             yield one(f"{word} {kind}", whole, FEATURES[word])
     paired = configs.backward_config(D, Dv, prefers_pairs=True)
     if paired.is_paired:
-        for word in ("full", "causal", "ranges", "lengths", "alibi"):
+        for word in ("full", "causal", "ranges", "lengths", "alibi", "packed alibi"):
             yield one(f"{word} long", paired, FEATURES[word])
         for word in ("full", "causal", "ranges"):
             yield one(f"{word} split long", paired, FEATURES[word] | {"split": True})

@@ -17,6 +17,7 @@ FEATURES = {
     "full": {},
     "lengths": {"window": True, "kv_lens": True},
     "ranges and slopes": {"ranges": True, "alibi": True},
+    "packed alibi": {"ranges": True, "alibi": 2},
     "parts of groups": {"window": True, "split": True},
 }
 WARPGROUPS = {"copies": 24, "values": 216, "keys": 208, "queries": 64}

@@ -55,7 +55,7 @@ class Compared(NamedTuple):
 
     def __str__(self) -> str:
         unit, digits = (1e3, 2) if self.group == "host" else (1.0, 4)
-        text = f"{self.group:16}{self.name:36}"
+        text = f"{self.group:22}{self.name:36}"
         for ms, ratio, difference in zip(self.ms, self.ratios, self.differences):
             text += f"  {ms * unit:9.{digits}f} {ratio:6.3f}x ({difference:.0e})"
             text += f" {ms / self.sdpa_ms:5.2f} SDPA" if self.sdpa_ms else ""
@@ -79,7 +79,7 @@ def compare(
                 calls = [_make_call(make, fa, backend) for fa in versions]
                 results = [_results(call, fa, backend) for call, fa in zip(calls, versions)]
             except NotImplementedError as error:
-                yield f"{group:16}{name:36}  skipped: {error}"
+                yield f"{group:22}{name:36}  skipped: {error}"
                 continue
             runs = {
                 fa.__name__: _run(call, fa, backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -45,26 +46,31 @@ def rows(group: str, preset: str, only: str) -> Iterator[tuple[str, Make]]:
             yield str(problem), lambda fa, problem=problem: GROUPS[group](fa, problem)
 
 
-def _forward(fa: ModuleType, p: Problem) -> Call:
-    q, k, v = p.inputs(DEVICE, "bhsd")
-    return Call(lambda _: fa.attention(q, k, v, is_causal=p.causal))
+def _forward(fa: ModuleType, p: Problem, alibi: bool = False) -> Call:
+    (q, k, v), options = p.inputs(DEVICE, "bhsd"), _options(p, alibi)
+    return Call(lambda _: fa.attention(q, k, v, **options))
 
 
-def _backward(fa: ModuleType, p: Problem) -> Call:
-    leaves = p.inputs(DEVICE, "bhsd", requires_grad=True)
-    return _gradients(lambda: fa.attention(*leaves, is_causal=p.causal), leaves)
+def _backward(fa: ModuleType, p: Problem, alibi: bool = False) -> Call:
+    leaves, options = p.inputs(DEVICE, "bhsd", requires_grad=True), _options(p, alibi)
+    return _gradients(lambda: fa.attention(*leaves, **options), leaves)
 
 
-def _varlen(fa: ModuleType, p: Problem) -> Call:
-    inputs, packing = _packed(p, False)
-    return Call(lambda _: fa.attention_varlen(*inputs, *packing, is_causal=p.causal))
+def _varlen(fa: ModuleType, p: Problem, alibi: bool = False) -> Call:
+    (inputs, packing), options = _packed(p, False), _options(p, alibi)
+    return Call(lambda _: fa.attention_varlen(*inputs, *packing, **options))
 
 
-def _varlen_backward(fa: ModuleType, p: Problem) -> Call:
-    leaves, packing = _packed(p, True)
-    return _gradients(
-        lambda: fa.attention_varlen(*leaves, *packing, is_causal=p.causal), leaves
-    )  # fmt: skip
+def _varlen_backward(fa: ModuleType, p: Problem, alibi: bool = False) -> Call:
+    (leaves, packing), options = _packed(p, True), _options(p, alibi)
+    return _gradients(lambda: fa.attention_varlen(*leaves, *packing, **options), leaves)
+
+
+def _options(p: Problem, alibi: bool) -> dict[str, object]:
+    if not alibi:
+        return {"is_causal": p.causal}
+    slopes = torch.exp2(-8 * torch.arange(1, p.Hq + 1, device=DEVICE) / p.Hq)
+    return {"is_causal": p.causal, "alibi_slopes": slopes}
 
 
 def _packed(p: Problem, requires_grad: bool) -> tuple[tuple[Tensor, ...], tuple]:
@@ -272,6 +278,8 @@ GROUPS = {
     "mixed": _mixed,
     "quantized": _quantized,
 }
+for _name in ("forward", "backward", "varlen", "varlen backward"):
+    GROUPS[f"{_name} ALiBi"] = functools.partial(GROUPS[_name], alibi=True)
 
 
 def _small(requires_grad: bool = False) -> list[Tensor]:

@@ -1,6 +1,8 @@
 """The Hopper kernels on a GPU: random cases against the oracle, and special cases."""
 
+import contextlib
 import dataclasses
+import itertools
 import threading
 
 import pytest
@@ -24,7 +26,7 @@ from tests.gpu.cases import (
 )
 
 NO_MASK = {"mask": None, "mask_shape": None, "mask_grad": False}
-FOR_PACKED = {"mask": None, "mask_grad": False, "key_ranges": None, "alibi": None}
+FOR_PACKED = {"mask": None, "mask_grad": False, "key_ranges": None}
 
 
 @pytest.mark.parametrize("seed", range(400))
@@ -170,6 +172,16 @@ def test_packed(seed):
     check(PackedCase(lengths, keys, (0, 65)[seed // 4 % 2], features))
 
 
+@pytest.mark.parametrize("seed", range(96))
+def test_packed_alibi(seed):
+    alibi = ("heads", "batch_heads")[seed // 16 % 2]
+    features = hopper_case(seed, **FOR_PACKED, alibi=alibi, deterministic=bool(seed // 8 % 2))
+    lengths = [(0, 5, 150, 33, 1), (700, 3, 129), (1, 70, 64)][seed % 3]
+    keys = [(4, 9, 70, 0, 47), (300, 900, 129), (500, 90, 64)][seed % 3]
+    with few_processors(4) if seed % 5 == 0 else contextlib.nullcontext():
+        check(PackedCase(lengths, keys, (0, 65)[seed // 4 % 2], features))
+
+
 def random_bool_mask(seed):
     fixed = {"mask_grad": False, "deterministic": False, "key_ranges": None}
     fixed["dtype"] = (torch.bfloat16, torch.float16)[seed % 2]
@@ -289,8 +301,8 @@ def test_divided_groups_of_packed_sequences(heads):
         Hq=heads[0], Hkv=heads[1], D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         is_causal=True,
     )  # fmt: skip
-    for deterministic in (False, True):
-        features = dataclasses.replace(features, deterministic=deterministic)
+    for deterministic, alibi in itertools.product((False, True), (None, "batch_heads")):
+        features = dataclasses.replace(features, deterministic=deterministic, alibi=alibi)
         check(PackedCase((700, 3, 129), (700, 3, 129), 0, features))
 
 

@@ -78,6 +78,10 @@ def test_nan_and_inf(feature, operand):
         isolation.test_dense(256, 256, False, feature, operand, processors)
 
 
-def test_packed():
-    features = Case(Hq=6, Hkv=2, D=256, Dv=256, dtype=torch.bfloat16, device="cuda", is_causal=True)
+@pytest.mark.parametrize("alibi", [None, "batch_heads"])
+def test_packed(alibi):
+    features = Case(
+        Hq=6, Hkv=2, D=256, Dv=256, dtype=torch.bfloat16, device="cuda", is_causal=True,
+        alibi=alibi,
+    )  # fmt: skip
     check(PackedCase((700, 3, 129), (700, 3, 129), 0, features))

@@ -17,6 +17,7 @@ OPTIONS = {
     "window": {"is_causal": True, "window": (30, None)},
     "lengths": {"is_causal": True, "kv_lens": (2, 0, 140, 0, 77)},
     "sinks": {"sinks": True},
+    "ALiBi": {"is_causal": True, "alibi_slopes": True},
     "dropout": {"dropout_p": 0.3},
 }
 
@@ -40,6 +41,8 @@ def options_of(name):
         options["kv_lens"] = torch.tensor(options["kv_lens"], device="cuda", dtype=torch.int32)
     if "sinks" in options:
         options["sinks"] = torch.randn(4, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.rand(len(LENGTHS), 4, device="cuda") * 0.2
     return options
 
 

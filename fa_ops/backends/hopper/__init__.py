@@ -229,8 +229,6 @@ def _device_error(q: Tensor) -> str:
 def _unsupported(q: Tensor, v: Tensor, spec: Spec, takes_wide: bool) -> str | None:
     D, Dv = q.shape[-1], v.shape[-1]
     is_wide = takes_wide and max(D, Dv) > MAX_NARROW_DIM
-    if q.dim() == 3 and spec.alibi_slopes is not None:
-        return "has no ALiBi for packed sequences"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 and float16, query is {q.dtype}"
     if reason := head_dim_error(D, Dv, MAX_HEAD_DIM if is_wide else MAX_NARROW_DIM):

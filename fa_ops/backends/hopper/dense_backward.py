@@ -35,6 +35,7 @@ from fa_ops.backends.hopper.problem import (
     LOG2E,
     MISALIGNED,
     ScoreUnits,
+    alibi_kind,
     key_section,
     section_of,
     shared_strides,
@@ -52,7 +53,10 @@ _PARAMS = struct_layout("backward_params.cuh", "BackwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("q", "nonfinite"), _PARAMS.packer("B", "zeros")
 _BITS, _BITS_AT = _PARAMS.packer("by_key", "mask_block"), _PARAMS.fields["by_key"].offset
 _NO_BITS = (0,) * 5
-_DROPOUT_AT, _BIAS_AT = (_PARAMS.fields[name].offset for name in ("dropout", "bias"))
+_POSITIONS = _PARAMS.packer("positions", "positions")
+_DROPOUT_AT, _POSITIONS_AT, _BIAS_AT = (
+    _PARAMS.fields[name].offset for name in ("dropout", "positions", "bias")
+)
 _LISTS = struct_layout("mask_blocks.cuh", "MaskBlocks").packer()
 _LISTS_AT = _BIAS_AT + struct_layout("bias.cuh", "Bias").fields["blocks"].offset
 
@@ -187,12 +191,14 @@ class BackwardPlan:
         )  # fmt: skip
         self.device, self.dropout_p = device, dropout_p
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
+        alibi = alibi_kind(slopes_dim is not None, sequences is not None)
+        self.positions = 8 * Sq if alibi == 2 else None  # behind the ranges, in bytes
         range_heads = 0 if ranges is None else B * ranges[0]
         parts, section = self._divide(shapes, processors, range_heads)
         self.kernels = _kernels_for(
             config, dtype, device, window=has_window, kv_lens=has_lens, ranges=ranges is not None,
-            softcap=softcap, alibi=slopes_dim is not None, mask=mask is not None,
-            dropout=dropout_p > 0, split=parts > 1,
+            softcap=softcap, alibi=alibi, mask=mask is not None, dropout=dropout_p > 0,
+            split=parts > 1,
         )  # fmt: skip
         units = ScoreUnits.of(D, scale, cap)
         self._prepare_masks(mask, bias, lists, units, Sk)
@@ -251,7 +257,7 @@ class BackwardPlan:
         """A function that writes the parameters of a bool mask or a bias."""
         self.bias = self.by_key = self.by_query = None
         self.lists = None if bias else lists
-        self.has_features = not (mask is bias is self.row_seeds is None)
+        self.has_features = not (mask is bias is self.row_seeds is self.positions is None)
         if bias is not None:
             self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
         if mask is None:
@@ -306,7 +312,7 @@ class BackwardPlan:
                     grad_out, q, k, v, out, lse, grad_lse, tensors, bias, mask_grad, cu_seqlens
                 )
         config, kernels = self.config, self.kernels
-        mask, slopes, _, lens, ranges, seed, blocks = tensors
+        mask, slopes, _, lens, ranges, *_ = tensors
         stream = current_stream(self.device)
         dq, dk, dv = [empty(*of) for of in self.grads]
         workspace, clipped, ranges_at = empty(*self.workspace), None, (0, 0)
@@ -323,7 +329,7 @@ class BackwardPlan:
         )  # fmt: skip
         held = None
         if self.has_features:
-            held = self._write_features(params[0], mask, bias, blocks, seed, cu_seqlens, stream)
+            held = self._write_features(params[0], tensors, bias, cu_seqlens, stream)
         if kernels.preprocess is None:
             kernels.products.launch((self.ctas, 1), stream, params[1])
         else:
@@ -363,10 +369,12 @@ class BackwardPlan:
         return clipped, at
 
     def _write_features(
-        self, params: ctypes.Array, mask: Tensor | None, bias: Tensor | None, blocks: Tensor | None,
-        seed: Tensor | None, cu_seqlens: tuple[int, int], stream: int,
+        self, params: ctypes.Array, tensors: DenseTensors, bias: Tensor | None,
+        cu_seqlens: tuple[int, int], stream: int,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Write the parameters of masks and dropout; returns the tensors that they point to."""
+        """Write the parameters of masks, dropout and packed sequences with ALiBi; returns the
+        tensors that they point to."""
+        mask, _, _, _, ranges, seed, blocks = tensors
         by_key = by_query = row_seeds = None
         if self.by_key is not None:
             by_key, key_bits = _packed(self.by_key, mask, stream)
@@ -375,6 +383,8 @@ class BackwardPlan:
         if self.row_seeds is not None:
             row_seeds = dropout.words_of_rows(self.row_seeds, seed, cu_seqlens, stream)
             dropout.write_parameters(params, _DROPOUT_AT, row_seeds, self.dropout_p)
+        if self.positions is not None:
+            _POSITIONS.pack_into(params, _POSITIONS_AT, ranges.data_ptr() + self.positions)
         if bias is not None:
             packed = self.bias(bias.data_ptr(), address(blocks))
             params[_BIAS_AT : _BIAS_AT + len(packed)] = packed
@@ -482,13 +492,13 @@ def _kernels_for(
 
 def kernel_defines(
     config: BackwardConfig, dtype: torch.dtype, *, window: bool = False, kv_lens: bool = False,
-    ranges: bool = False, softcap: int = 0, alibi: bool = False, mask: bool = False,
+    ranges: bool = False, softcap: int = 0, alibi: int = 0, mask: bool = False,
     dropout: bool = False, split: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """The macros of the kernels.
 
-    `window`: causal or with a window; `softcap`: see `softcap_kind`; `split`: each group of query
-    heads is divided into several parts.
+    `window`: causal or with a window; `softcap`: see `softcap_kind`; `alibi`: 2 of packed
+    sequences; `split`: each group of query heads is divided into several parts.
     """
     return config.defines() | {
         "IS_BF16": int(dtype == torch.bfloat16),

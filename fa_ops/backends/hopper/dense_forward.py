@@ -35,6 +35,7 @@ from fa_ops.backends.hopper.problem import (
     MISALIGNED,
     UNBOUNDED,
     ScoreUnits,
+    alibi_kind,
     key_section,
     shared_strides,
     softcap_kind,
@@ -49,9 +50,10 @@ from fa_ops.types import NO_TENSORS, DenseTensors, Spec
 # maps and addresses; strides and scalars; dropout, pages, a mask's lists, a bias
 _PARAMS = struct_layout("forward_params.cuh", "ForwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("q", "v_rows"), _PARAMS.packer("q_strides", "mask_range")
-_PAGES, _BLOCKS = (_PARAMS.packer(name, name) for name in ("pages", "blocks"))
-_DROPOUT_AT, _PAGES_AT, _BLOCKS_AT, _BIAS_AT = (
-    _PARAMS.fields[name].offset for name in ("dropout", "pages", "blocks", "bias")
+_OPTIONS = "dropout", "pages", "blocks", "positions", "bias"
+_PAGES, _BLOCKS, _POSITIONS = (_PARAMS.packer(name, name) for name in _OPTIONS[1:4])
+_DROPOUT_AT, _PAGES_AT, _BLOCKS_AT, _POSITIONS_AT, _BIAS_AT = (
+    _PARAMS.fields[name].offset for name in _OPTIONS
 )
 _NO_ADDRESSES = 0, 0, 0, 0
 _COUNTER = (1,), (1,), torch.int32
@@ -174,10 +176,11 @@ class ForwardPlan:
         Sk = page * table[0] if table else Sk
         causal, scale, left, right, softcap = scalar_options
         left, right, has_window = window_sides(causal, left, right)
-        units = ScoreUnits.of(D, scale, softcap)
-        bias_bits = bias.dtype.itemsize * 8 if bias else 0
+        units, bias_bits = ScoreUnits.of(D, scale, softcap), bias.dtype.itemsize * 8 if bias else 0
         few_registers, by_row = bool(mask) or dropout_p > 0, bool(ranges) or slopes is not None
         self.lists: BlockLists | None = None if bias else lists
+        alibi = alibi_kind(slopes is not None, bool(ranges and sequences))
+        self.positions = 8 * Sq if alibi == 2 else None  # behind the ranges, in bytes
         config = forward_config(D, Dv, bias_bits, few_registers, page, by_row, lists is not None)
         is_plain = not (bias or few_registers or ranges)
         can_cut = is_plain and slopes is None, is_plain and not (sequences and has_sinks)
@@ -187,7 +190,7 @@ class ForwardPlan:
         config, splits = tiling_of(config, sizes, processors(device), *can_cut)
         if config.whole_rows and not min(self.pages[3:]):
             config = dataclasses.replace(config, whole_rows=False)
-        self.device = device
+        self.device, self.dropout_p = device, dropout_p
         self.kernel, self.grid, self.is_dynamic, *blocks = self._schedule(
             config,
             (sizes.B * Hq, sizes.Sq, splits),
@@ -195,7 +198,7 @@ class ForwardPlan:
             features=dict(
                 dtype=dtype, window=has_window, left=left < UNBOUNDED, kv_lens=has_lens,
                 ranges=ranges is not None, softcap=softcap and softcap_kind(softcap),
-                alibi=slopes is not None, sinks=has_sinks and splits == 1, mask=mask is not None,
+                alibi=alibi, sinks=has_sinks and splits == 1, mask=mask is not None,
                 dropout=dropout_p > 0, splits=splits > 1,
             ),
         )  # fmt: skip
@@ -220,9 +223,8 @@ class ForwardPlan:
             mask_range,
         )
         self.params = Params(_ADDRESSES, scalars.ljust(_PARAMS.size - _ADDRESSES.size, b"\0"))
-        self.dropout_p = dropout_p
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
-        self.has_features = not (self.row_seeds is table is self.lists is bias is None)
+        self.has_features = not (self.row_seeds is table is lists is bias is self.positions is None)
 
     def _schedule(
         self, config: Config | WideConfig, sizes: tuple[int, int, int], is_uneven: bool,
@@ -307,6 +309,9 @@ class ForwardPlan:
             dropout.write_parameters(params, _DROPOUT_AT, seeds, self.dropout_p)
         if table is not None:
             _PAGES.pack_into(params, _PAGES_AT, table.data_ptr(), *self.pages, cu_seqlens[0])
+        if self.positions is not None:
+            at = tensors.key_ranges.data_ptr() + self.positions
+            _POSITIONS.pack_into(params, _POSITIONS_AT, at)
         if self.lists is not None:
             blocks = tensors.mask_blocks
             _BLOCKS.pack_into(params, _BLOCKS_AT, blocks.data_ptr(), *self.lists)
@@ -361,12 +366,12 @@ def _maps(
 
 def kernel_defines(
     config: Config, dtype: torch.dtype, *, window: bool = False, kv_lens: bool = False,
-    ranges: bool = False, softcap: int = 0, alibi: bool = False, sinks: bool = False,
+    ranges: bool = False, softcap: int = 0, alibi: int = 0, sinks: bool = False,
     left: bool = False, mask: bool = False, dropout: bool = False, splits: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """The macros of a kernel; `window`: causal or a window, `left`: the window has a left side.
 
-    `splits`: a tile attends one of several parts of the keys.
+    `alibi`: 2 of packed sequences. `splits`: a tile attends one of several parts of the keys.
     """
     return config.defines() | {
         "SHARED_BYTES": config.shared_bytes(mask),

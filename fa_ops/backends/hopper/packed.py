@@ -73,32 +73,35 @@ def _prepare_forward(call: Call) -> Run:
 class SequenceRanges(PreparedLaunch):
     """Writes the sequences' bounds, causality and window as key ranges (1, 1, Tq, 2).
 
-    `spec` are the options of the dense call with such ranges.
+    With ALiBi the positions of queries follow them, and in a backward pass those of keys. `spec`
+    are the options of the dense call with such ranges.
     """
 
     def __init__(self, call: Call) -> None:
         q, spec = call.query, call.spec
         tokens, keys, device = len(q), len(call.key), q.device.index
         self.sequences = len(call.packing.cu_seqlens_q) - 1
+        slopes = spec.alibi_slopes if self.sequences else None
+        positions = 0 if slopes is None else tokens + (keys if call.saved else 0)
         left, right, _ = window_sides(spec.is_causal, spec.window_left, spec.window_right)
-        layout = (1, 1, tokens, 2), (2 * tokens, 2 * tokens, 2, 1), torch.int32
+        sizes = self.sequences, tokens, keys, left, right, positions
         super().__init__(
             kernel("packed", "packed_ranges", device, _THREADS),
-            (-(-tokens // _THREADS), 1),
-            Params.of(_PARAMS, "sequences", (self.sequences, tokens, keys, left, right)),
-            layout,
+            (-(-max(tokens, positions) // _THREADS), 1),
+            Params.of(_PARAMS, "sequences", sizes),
+            ((1, 1, tokens + positions, 2), (0, 0, 2, 1), torch.int32),
         )
         self.spec = spec._replace(
-            is_causal=False, window_left=-1, window_right=-1, kv_lens=None,
-            key_ranges=torch.empty_strided(*layout[:2], dtype=layout[2], device="meta"),
+            is_causal=False, window_left=-1, window_right=-1, kv_lens=None, alibi_slopes=slopes,
+            key_ranges=torch.empty(1, 1, tokens, 2, dtype=torch.int32, device="meta"),
         )  # fmt: skip
 
     def write(self, tensors: PackedTensors, stream: int) -> tuple[DenseTensors, tuple[int, int]]:
         """Launch: the optional tensors of the dense call, and the addresses of both cu_seqlens."""
-        ends_q, ends_k, _, sinks, lens, seed = tensors
+        ends_q, ends_k, slopes, sinks, lens, seed = tensors
         ends = ends_q.data_ptr(), ends_k.data_ptr()
         ranges = self.run(stream, *ends, 0 if lens is None else lens.data_ptr())
-        return DenseTensors(None, None, sinks, None, ranges, seed), ends
+        return DenseTensors(None, slopes, sinks, None, ranges, seed), ends
 
 
 def outside_sequences(tokens: int, ends: Tensor) -> Tensor:

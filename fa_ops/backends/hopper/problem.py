@@ -71,6 +71,14 @@ def softcap_kind(softcap: float) -> int:
     return 2 if softcap > _LARGE_SOFTCAP else 1
 
 
+def alibi_kind(has_slopes: bool, is_packed: bool) -> int:
+    """The HAS_ALIBI macro: 0 without slopes, 1 with those of batch rows.
+
+    2 for packed sequences that are one batch row, where slopes and positions differ by token.
+    """
+    return (2 if is_packed else 1) if has_slopes else 0
+
+
 def window_sides(is_causal: bool, left: int, right: int) -> tuple[int, int, bool]:
     """Keys visible on either side of the diagonal, and whether any side is bounded."""
     right = min(0 if is_causal else UNBOUNDED, right if right >= 0 else UNBOUNDED)

@@ -48,6 +48,7 @@ struct BackwardParams {
   MaskBits by_query;  // with a mask, unless ADDS_DQ: rows are queries
   int mask_block;     // bytes of a block of queries in `by_key`, 0 if queries share the mask
   Dropout dropout;
+  const int2* positions;  // of the queries, then the keys, of packed sequences with ALiBi, from packed.cu
 #if BIAS_BITS || SKIPS_TILES
   Bias bias;
 #endif

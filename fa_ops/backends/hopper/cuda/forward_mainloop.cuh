@@ -273,8 +273,11 @@ struct ForwardConsumer : EpilogueConsumer {
       range0 = row_range(p, tile, query_of(row), item.keys),
       range1 = row_range(p, tile, query_of(row + 8), item.keys);
 #if HAS_ALIBI
-      slope = slope_of(p, tile);
-      diagonal = row + item.keys - queries_of(p, tile);
+#pragma unroll
+      for (int r = 0; r < ALIBI_ROWS; r++) {
+        const Alibi x = alibi_of_row(p, tile, row + 8 * r, item.keys);
+        alibi.slope[r] = x.slope, alibi.column[r] = row + 8 * r + x.shift;
+      }
 #endif
 #if HAS_DROPOUT
       read_row_seeds(tile, row);

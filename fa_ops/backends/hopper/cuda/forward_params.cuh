@@ -30,6 +30,7 @@ struct ForwardParams {
   Dropout dropout;
   PageTable pages;
   MaskBlocks blocks;  // of a bool mask with SKIPS_TILES
+  const int2* positions;  // of the queries of packed sequences with ALiBi, from packed.cu
 #if BIAS_BITS
   Bias bias;
 #endif

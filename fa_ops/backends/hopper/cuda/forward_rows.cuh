@@ -1,6 +1,7 @@
 // The output rows of a forward kernel: their LSE, their addresses, and the exact recomputation of rows whose
 // fast result is unusable. With SPLITS_KEYS the partial results are float32, (splits, B, Sq, Hq).
 #pragma once
+#include "alibi.cuh"
 #include "block_info.cuh"
 #include "exact_row.cuh"
 #include "forward_params.cuh"
@@ -27,14 +28,13 @@ DEVICE int token_of([[maybe_unused]] const Tile& tile, int row) {
 }
 
 #if HAS_ALIBI
-// The ALiBi slope in accumulator units.
-DEVICE float slope_of(const ForwardParams& p, const Tile& tile) {
+DEVICE Alibi alibi_of_row(const ForwardParams& p, const Tile& tile, int row, int keys) {
 #if PACKED_QUERIES
   const int b = max(0, min(tile.b, p.B - 1));
 #else
   const int b = tile.b;
 #endif
-  return p.alibi[b * p.alibi_b + tile.h] * p.alibi_unit;
+  return alibi_of(p, tile.h, b, keys - queries_of(p, tile), p.positions, min(row, p.Sq - 1));
 }
 #endif
 
@@ -83,7 +83,8 @@ struct ForwardExactRow {
     s = softcap_tanh(s * p.tanh_scale);
 #endif
 #if HAS_ALIBI
-    s -= slope_of(p, tile) * fabsf((float)(row + keys - queries_of(p, tile) - key));
+    const Alibi alibi = alibi_of_row(p, tile, row, keys);
+    s -= alibi.slope * fabsf((float)(row + alibi.shift - key));
 #endif
 #if BIAS_BITS
     const float bias = bias_at(p.bias, tile.b, tile.h, row, key);

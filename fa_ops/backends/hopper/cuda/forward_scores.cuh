@@ -20,8 +20,9 @@ struct ScoreConsumer {
   u32 existing_copies;        // one bit for each copy of the block, set if its page exists
   u32 current;                // with SKIPS_TILES: the word that the producer published for this step
   bool max_is_uninitialised;  // in some row of this warp; then the next step must not speculate
-  float slope;
-  int diagonal;  // with ALiBi: the key at the position of this thread's first row
+#if HAS_ALIBI
+  AlibiRows alibi;
+#endif
 
   DEVICE ScoreConsumer(const ForwardParams& p, const ForwardShared& sm, int c)
       : p(p), sm(sm), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
@@ -83,9 +84,9 @@ struct ScoreConsumer {
     for (int i = 0; i < SCORES; i++) s[i] = softcap_tanh(s[i] * p.tanh_scale);
 #endif
 #if HAS_ALIBI
+    const AlibiBlock x = alibi.block(column(block, 0));
 #pragma unroll
-    for (int i = 0; i < SCORES; i++)
-      s[i] -= slope * fabsf((float)(diagonal + row_offset(i) - column(block, i)));
+    for (int i = 0; i < SCORES; i++) s[i] = x.lowered(s[i], i);
 #endif
 #if HAS_MASK
     apply_mask();

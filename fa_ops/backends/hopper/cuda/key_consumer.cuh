@@ -1,5 +1,6 @@
 // A backward consumer with transposed scores, whose rows are keys: masks, dropout, and weights.
 #pragma once
+#include "alibi.cuh"
 #include "attending_queries.cuh"
 #include "backward.cuh"
 #include "wgmma.cuh"
@@ -12,7 +13,9 @@ struct KeyConsumerBase {
   const int first, tid, lane, key;  // key: this thread's first row of the block; the second is key + 8
   PipelineState<STAGES> ring;
   PipelineState<1> bias;
-  float slope;
+#if HAS_ALIBI
+  AlibiRows alibi;
+#endif
   bool is_full;  // with SKIPS_TILES: the mask keeps all of this step's block
 #if HAS_MASK
   u64 kept[2];  // one bit for each query of a block, for this thread's two rows
@@ -107,9 +110,9 @@ struct KeyConsumerBase {
   DEVICE void scores_to_weights(float (&s)[SCORES], int m, bool edge, u32 lse, u32 ranges) {
     [[maybe_unused]] const int i0 = m * BLOCK_M + (lane & 3) * 2;
 #if HAS_ALIBI
+    const AlibiBlock x = alibi.block(i0);
 #pragma unroll
-    for (int i = 0; i < SCORES; i++)
-      s[i] -= slope * fabsf((float)(i0 + column_offset(i) + t.keys - p.Sq - (t.n0 + key + row_offset(i))));
+    for (int i = 0; i < SCORES; i++) s[i] = x.lowered(s[i], i);
 #endif
 #if BIAS_BITS
     if (SKIPS_TILES && is_full) {
@@ -170,7 +173,12 @@ struct KeyConsumerBase {
   template <class Self> DEVICE void for_each_query_block(Self& self) {
     for (int h = first_head(p, t); h < first_head(p, t) + p.part_heads; h++) {
 #if HAS_ALIBI
-      slope = p.alibi[t.b * p.alibi_b + h] * p.alibi_unit;
+#pragma unroll
+      for (int r = 0; r < ALIBI_ROWS; r++) {
+        const int j = t.n0 + key + 8 * r;
+        const Alibi x = alibi_of(p, h, t.b, t.keys - p.Sq, p.positions + p.Sq, min(j, p.Sk - 1));
+        alibi.slope[r] = x.slope, alibi.column[r] = j - x.shift;
+      }
 #endif
       for (int base = t.first; base < t.last; base += 32) {
         QueryBlocks n = query_blocks(p, t, h, base);

@@ -1,6 +1,7 @@
 // The backward consumer that computes dQ for 64 queries. Scores and their gradients are recomputed with one
 // row per query, and the gradients are the register operand of the product for dQ.
 #pragma once
+#include "alibi.cuh"
 #include "backward.cuh"
 #include "query_blocks.cuh"
 #include "wgmma.cuh"
@@ -47,9 +48,11 @@ struct QueryConsumer {
   u32 operand_barrier = 0;  // the barrier that releases the operands of the product in flight
   float s[ROW_SCORES], dp[ROW_SCORES], dq[HEAD_FEATURES / 2];
   u32 ds[ROW_SCORES / 2];
-  float lse[2], delta[2], slope;
-  int2 range[2];    // keys that this thread's two rows attend
-  int diagonal[2];  // the key at the same position
+  float lse[2], delta[2];
+  int2 range[2];  // keys that this thread's two rows attend
+#if HAS_ALIBI
+  AlibiRows alibi;
+#endif
   bool is_full = false;  // with SKIPS_TILES: the mask keeps all of this step's block
 #if HAS_MASK
   u64 kept[2][QUERY_BLOCK_N / 64];  // one bit for each key of a block
@@ -87,17 +90,20 @@ struct QueryConsumer {
       delta[r] *= p.dropout.kept;
       row_seeds[r] = exists ? p.dropout.row_seeds[at] : 0;
 #endif
-      diagonal[r] = i + t.keys - p.Sq;
+      [[maybe_unused]] const int diagonal = i + t.keys - p.Sq;
       range[r] = make_int2(0, t.keys);
 #if HAS_RANGES
       if (exists) range[r] = p.ranges[range_row(p, t.h, t.b) * p.m_blocks * ROWS + i];
 #elif HAS_WINDOW
-      range[r] = make_int2(diagonal[r] - p.window_left, min(t.keys, diagonal[r] + p.window_right + 1));
+      range[r] = make_int2(diagonal - p.window_left, min(t.keys, diagonal + p.window_right + 1));
+#endif
+#if HAS_ALIBI
+      if (r < ALIBI_ROWS) {
+        const Alibi x = alibi_of(p, t.h, t.b, t.keys - p.Sq, p.positions, min(i, p.Sq - 1));
+        alibi.slope[r] = x.slope, alibi.column[r] = i + x.shift;
+      }
 #endif
     }
-#if HAS_ALIBI
-    slope = p.alibi[t.b * p.alibi_b + t.h] * p.alibi_unit;
-#endif
   }
 
   // Issues the product queries x keys, of this consumer's rows of Q or dO with a slot.
@@ -173,6 +179,9 @@ struct QueryConsumer {
     for (int w = 0; w < QUERY_BLOCK_N / 64; w++)
       rows[0][w] = kept[0][w] >> first_bit(), rows[1][w] = kept[1][w] >> first_bit();
 #endif
+#if HAS_ALIBI
+    const AlibiBlock at = alibi.block(n0 + (lane & 3) * 2);
+#endif
 #pragma unroll
     for (int i = 0; i < ROW_SCORES; i++) {
       const int r = i >> 1 & 1, j = n0 + column_offset(i) + (lane & 3) * 2;
@@ -182,7 +191,7 @@ struct QueryConsumer {
       const float tanh_grad = 1.f - x * x;
 #endif
 #if HAS_ALIBI
-      x -= slope * fabsf((float)(diagonal[r] - j));
+      x = at.lowered(x, i);
 #endif
 #if BIAS_BITS
       const float2 y = to_floats(bias[i / 2]);

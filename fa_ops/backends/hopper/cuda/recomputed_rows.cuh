@@ -3,6 +3,7 @@
 //
 // Compile-time: what backward_tiles.cuh has, HEAD_DIM HAS_KV_LENS HAS_SOFTCAP HAS_ALIBI HAS_DROPOUT
 #pragma once
+#include "alibi.cuh"
 #include "backward_results.cuh"
 
 // Whether a query attends a key.
@@ -36,7 +37,8 @@ DEVICE float factor_of(const BackwardParams& p, int tensor, int i, int j, int h,
   s = softcap_tanh(s * p.tanh_scale), tanh_grad = 1.f - s * s;
 #endif
 #if HAS_ALIBI
-  s -= p.alibi[b * p.alibi_b + h] * p.alibi_unit * fabsf((float)(i + keys - p.Sq - j));
+  const Alibi alibi = alibi_of(p, h, b, keys - p.Sq, p.positions, i);
+  s -= alibi.slope * fabsf((float)(i + alibi.shift - j));
 #endif
 #if BIAS_BITS
   const float2 pair = to_floats(bias_pair(bias_row(p.bias, b, h, i), p.bias, j & ~1, 0));
