@@ -130,6 +130,8 @@ def decodes() -> list[Cached]:
     appends = [Cached(*size, append=True) for size in sizes]
     small = [Cached(B, S, page) for page in (1, 8) for B, S in ((8, 8192), (64, 4096))]
     latent = [Cached(8, 8192, page, heads=(32, 1, 576)) for page in (0, 1)]
+    sizes = ((32, 8192, 16), (32, 8192, 64), (32, 8192, 128), (128, 2048, 128))
+    latent += [Cached(B, S, 64, heads=(heads, 1, 576)) for B, S, heads in sizes]
     return [*plain, *narrow, *appends, *small, *latent]
 
 
