@@ -127,20 +127,6 @@ def test_head_dims_between_64_and_128_have_three_consumers(dims, options, tile):
     assert (config.block_m, config.block_n) == tile
 
 
-@pytest.mark.parametrize("alibi", [1, 2], ids=["dense", "packed"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 80), (96, 72), (256, 256)], ids=str)
-def test_forward_with_ranges_and_alibi(dims, alibi, tmp_path):
-    config = configs.forward_config(*dims, differs_by_row=True)
-    features = {"HAS_RANGES": 1, "HAS_LEFT": 1, "HAS_ALIBI": alibi}
-    sass, log = compiled(tmp_path, "forward", config, **features)
-    # distances that steps shared with the recomputation of their scores would be kept aside
-    assert_clean(log, spilled_bytes=16)
-    # a conversion for each row, in three places; and where a row is computed exactly
-    assert sass.count("I2FP.F32.S32") <= 3 * alibi + 1
-    assert sass.count("HGMMA") == 2 * steps(config.head_features) + 2 * (config.block_n // 16)
-    assert sass.count("WARPGROUP.DEPBAR") == 4 and not unwritten_uniform_registers(sass)
-
-
 def steps(features):
     """Of a product over features."""
     return -(-features // 16)
@@ -301,12 +287,6 @@ def test_backward_with_ranges_has_one_slot_for_keys(tmp_path):
     assert_one_pass(64, {"HAS_RANGES": 1}, tmp_path, differs_by_row=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 96])
-def test_backward_of_packed_sequences_with_alibi(head_dim, tmp_path):
-    features = {"HAS_RANGES": 1, "HAS_ALIBI": 2}
-    assert_one_pass(head_dim, features, tmp_path, differs_by_row=True)
-
-
 def assert_one_pass(head_dim, features, tmp_path, **options):
     few_registers = bool(features.keys() & {"HAS_MASK", "HAS_DROPOUT", "HAS_SOFTCAP"})
     config = configs.backward_config(head_dim, head_dim, few_registers=few_registers, **options)
@@ -337,11 +317,6 @@ TWO_PASSES = [
 @pytest.mark.parametrize("dims, features", TWO_PASSES, ids=str)
 def test_backward_in_two_passes(dims, features, tmp_path):
     assert_two_passes(dims, BACKWARD_FEATURES[features], tmp_path)
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_backward_of_packed_sequences_with_alibi_in_two_passes(dims, tmp_path):
-    assert_two_passes(dims, {"HAS_RANGES": 1, "HAS_ALIBI": 2}, tmp_path)
 
 
 @pytest.mark.parametrize("number, dims", list(enumerate(ODD_DIMS)), ids=str)

@@ -175,15 +175,17 @@ def test_rows_without_keys_have_zero_gradients(D, Dv, deterministic):
 
 @pytest.mark.parametrize("D, deterministic", [(64, False), (128, False), (128, True), (256, False)])
 @pytest.mark.parametrize("operand", range(4))
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_sequences(D, deterministic, operand, is_causal):
+@pytest.mark.parametrize("feature", ["full", "causal", "ALiBi"])
+def test_sequences(D, deterministic, operand, feature):
     lengths, margin = [70, 3, 129, 1, 60], 5  # the margins are tokens outside all sequences
     T, bad = sum(lengths) + 2 * margin, range(margin + 70 + 3, margin + 70 + 3 + 129)
     ends = (torch.tensor([0, *lengths]).cumsum(0) + margin).int().cuda()
     tensors = [
         torch.randn(T, H, D, device="cuda", dtype=torch.bfloat16) for H in (HQ, HKV, HKV, HQ)
     ]
-    spec, packing = Spec(is_causal=is_causal, deterministic=deterministic), Packing(ends, ends)
+    slopes = torch.rand(len(lengths), HQ, device="cuda") * 0.1 if feature == "ALiBi" else None
+    spec = Spec(is_causal=feature != "full", deterministic=deterministic, alibi_slopes=slopes)
+    packing = Packing(ends, ends)
     q, k, v, _ = (x.double() for x in tensors)
     out, lse = reference.varlen_forward(q, k, v, packing, spec)
     out, lse = out.bfloat16().contiguous(), lse.float().contiguous()

@@ -73,8 +73,8 @@ def _prepare_forward(call: Call) -> Run:
 class SequenceRanges(PreparedLaunch):
     """Writes the sequences' bounds, causality and window as key ranges (1, 1, Tq, 2).
 
-    With ALiBi the positions of queries follow them, and in a backward pass those of keys. `spec`
-    are the options of the dense call with such ranges.
+    With ALiBi positions follow, those of queries and, for a backward pass, of keys. `spec` are the
+    options of the dense call with such ranges.
     """
 
     def __init__(self, call: Call) -> None:

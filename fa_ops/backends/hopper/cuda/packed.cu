@@ -1,6 +1,7 @@
-// Writes the range of packed keys that each token of a packed batch attends; a token outside every sequence
-// attends nothing. With ALiBi the `positions` of the first of all queries and keys follow the ranges: what is
-// added to the index of a query for the key at its position, and the sequence. One thread per token.
+// Writes the range of packed keys that each token of a packed batch attends. One thread per token; a token
+// outside every sequence attends nothing. Behind the ranges it writes, of the first `positions` queries and
+// keys, what ALiBi depends on: the distance from a query's index to that of the key at its position, and the
+// sequence.
 #include "cu_seqlens.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
