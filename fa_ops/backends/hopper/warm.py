@@ -38,6 +38,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 # full, causal, with a window, with key ranges
 _FORWARDS = ({}, {"window": True}, {"window": True, "left": True}, {"ranges": True})
 _PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
+_DECODED_PAGES = (*_PAGES, 1)  # 1: of any number that no copy brings whole
 
 
 class Variant(NamedTuple):
@@ -65,6 +66,7 @@ def variants(
             config = forward_config(D, D, page=page)
             defines = dense_forward.kernel_defines(config, dtype, window=True, kv_lens=True)
             yield Variant("forward", ("forward",), defines)
+        for page in _DECODED_PAGES if D <= MAX_NARROW_DIM else ():
             config = decode_config(D, D, 8, page)
             defines = decode.kernel_defines(config, dtype, paged=page > 0)
             yield Variant("decode", _names(split_kv.entries_of("decode", config)), defines)
@@ -72,7 +74,7 @@ def variants(
             defines = dense_backward.kernel_defines(config, dtype, **dict(features))
             entries = _names(dense_backward.entries_of(config, defines))
             yield Variant("backward", entries, defines)
-    for dtype, page in itertools.product(dtypes, _PAGES):
+    for dtype, page in itertools.product(dtypes, _DECODED_PAGES):
         config = mla_config(page)
         defines = mla.kernel_defines(config, dtype, paged=page > 0)
         yield Variant("mla", _names(split_kv.entries_of("mla", config)), defines)
@@ -116,7 +118,7 @@ def eight_bit_variants(
         yield Variant("dequantize", ("dequantize",), dequantize.kernel_defines(dtype))
         yield from _appends(dtype, dequantize.E4M3)
     narrow = [D for D in head_dims if D <= MAX_NARROW_DIM]
-    for D, dtype, page in itertools.product(narrow, dtypes, _PAGES):
+    for D, dtype, page in itertools.product(narrow, dtypes, _DECODED_PAGES):
         for scales in (NO_SCALES, ROW_SCALES, PAGE_SCALES)[: 3 if page else 2]:
             config = decode_config(D, D, 8, page, is_e4m3=True, scales=scales)
             defines = decode.kernel_defines(config, dtype, paged=page > 0)
