@@ -191,7 +191,7 @@ class BackwardPlan:
         )  # fmt: skip
         self.device, self.dropout_p = device, dropout_p
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
-        alibi = alibi_kind(slopes_dim is not None, sequences is not None)
+        alibi = 0 if slopes_dim is None else alibi_kind(sequences is not None)
         self.positions = 8 * Sq if alibi == 2 else None  # behind the ranges, in bytes
         range_heads = 0 if ranges is None else B * ranges[0]
         parts, section = self._divide(shapes, processors, range_heads)

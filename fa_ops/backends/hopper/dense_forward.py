@@ -179,7 +179,7 @@ class ForwardPlan:
         units, bias_bits = ScoreUnits.of(D, scale, softcap), bias.dtype.itemsize * 8 if bias else 0
         few_registers, by_row = bool(mask) or dropout_p > 0, bool(ranges) or slopes is not None
         self.lists: BlockLists | None = None if bias else lists
-        alibi = alibi_kind(slopes is not None, bool(ranges and sequences))
+        alibi = 0 if slopes is None else alibi_kind(bool(ranges and sequences))
         self.positions = 8 * Sq if alibi == 2 else None  # behind the ranges, in bytes
         config = forward_config(D, Dv, bias_bits, few_registers, page, by_row, lists is not None)
         is_plain = not (bias or few_registers or ranges)

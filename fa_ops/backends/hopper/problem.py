@@ -71,12 +71,12 @@ def softcap_kind(softcap: float) -> int:
     return 2 if softcap > _LARGE_SOFTCAP else 1
 
 
-def alibi_kind(has_slopes: bool, is_packed: bool) -> int:
-    """The HAS_ALIBI macro: 0 without slopes, 1 with those of batch rows.
+def alibi_kind(is_packed: bool) -> int:
+    """The HAS_ALIBI macro with slopes: 1 for those of batch rows.
 
     2 for packed sequences that are one batch row, where slopes and positions differ by token.
     """
-    return (2 if is_packed else 1) if has_slopes else 0
+    return 2 if is_packed else 1
 
 
 def window_sides(is_causal: bool, left: int, right: int) -> tuple[int, int, bool]:
