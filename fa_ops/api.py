@@ -23,7 +23,7 @@ from fa_ops.argument_types import (
 from fa_ops.call import DENSE, PACKED, PackedQuantizedTensors, PackedTensors, QuantizedTensors
 from fa_ops.eager_calls import attend
 from fa_ops.ops import masks, merge
-from fa_ops.types import NO_TENSORS, DenseTensors
+from fa_ops.types import NO_TENSORS, DenseTensors, dtype_name
 
 
 def attention(
@@ -327,5 +327,6 @@ def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
             shapes = f"{tuple(first.shape)} and {tuple(state.shape)}"
             raise ValueError(f"{name} must hold states of one shape, got {shapes}")
         if state.dtype != first.dtype:
-            raise TypeError(f"{name} must hold one dtype, got {first.dtype} and {state.dtype}")
+            found = f"{dtype_name(first.dtype)} and {dtype_name(state.dtype)}"
+            raise TypeError(f"{name} must hold one dtype, got {found}")
     return torch.stack(tuple(states))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.call import PackedTensors, Saved
-from fa_ops.types import Packing, Spec, mask_blocks_shape
+from fa_ops.types import Packing, Spec, dtype_name, mask_blocks_shape
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8 = torch.float8_e4m3fn
@@ -45,7 +45,7 @@ def given(**tensors: Tensor | None) -> None:
 def _plain(value: object) -> object:
     if isinstance(value, torch.Size):
         return tuple(value)
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return dtype_name(value) if isinstance(value, torch.dtype) else value
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> None:

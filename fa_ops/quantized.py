@@ -10,7 +10,7 @@ from fa_ops.argument_types import Window, checked_options, need_bool, sides
 from fa_ops.call import QUANTIZED, Call, PackedQuantizedTensors, QuantizedTensors
 from fa_ops.ops import autocast, library, lookup, quantized
 from fa_ops.ops.library import Route
-from fa_ops.types import Quantization, Spec
+from fa_ops.types import Quantization, Spec, dtype_name
 
 
 def quantized_attention(
@@ -97,7 +97,9 @@ def scaled_attention(
     refuse_given(refused)
     refuse_missing(tensors)
     if isinstance(query, Tensor) and query.dtype.itemsize > 1:
-        raise TypeError(f"q_scale is for tensors in float8_e4m3fn, but query is {query.dtype}")
+        raise TypeError(
+            f"q_scale is for tensors in float8_e4m3fn, but query is {dtype_name(query.dtype)}"
+        )
     backend = dispatch.default if backend is None else backend
     scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, None, False, False)
     return _run(query, key, value, tensors, scalars, return_lse)

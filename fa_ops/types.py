@@ -99,6 +99,11 @@ class Scalars(NamedTuple):
 UNBOUNDED = 2**31 - 1  # a window this wide excludes no key
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name without "torch.", as errors show it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def bounded(side: int) -> int:
     """One side of a window as kernels read it: -1 where it excludes no key."""
     return -1 if side >= UNBOUNDED else side

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fa_ops.types import dtype_name
 from hf_integration.memo import PerTensorMemo
 
 # How often each encoding was made (not while tracing); dense and float masks with the reason.
@@ -235,7 +236,7 @@ def arguments(mask: Tensor, layer: nn.Module | None = None) -> MaskArguments:
     if type(mask) is not CompactMask:
         if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
             raise ValueError(
-                f"attention_mask must be bool or floating point, got {mask.dtype} "
+                f"attention_mask must be bool or floating point, got {dtype_name(mask.dtype)} "
                 f"{tuple(mask.shape)}"
             )
         return MaskArguments(attn_mask=mask)

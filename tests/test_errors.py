@@ -526,7 +526,7 @@ def test_merge(bad):
         (3, T, "outs must be a Tensor or a sequence of Tensors, got int"),
         (["a", "b"], T, "outs must be a Tensor, got str"),
         ([torch.ones(2, 8), torch.ones(1, 8)], V, "outs must hold states of one shape, got (2, 8)"),
-        ([torch.ones(8), torch.ones(8).half()], T, "outs must hold one dtype, got torch.float32"),
+        ([torch.ones(8), torch.ones(8).half()], T, "outs must hold one dtype, got float32"),
     ],
 )
 def test_states_to_merge_must_have_one_shape_and_dtype(outs, error, message):

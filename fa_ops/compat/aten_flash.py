@@ -20,6 +20,7 @@ from fa_ops.compat.flash.arguments import (
 )
 from fa_ops.compat.flash.paged import attend_pages
 from fa_ops.ops import dense, varlen
+from fa_ops.types import dtype_name
 
 Backward = tuple[Tensor, Tensor, Tensor]
 
@@ -100,7 +101,9 @@ def forward_into(out: Tensor, *args, **options) -> Tensor:
     query, _, value = args[:3]
     buffers(out=(out, (*query.shape[:-1], value.shape[-1])))
     if out.dtype != query.dtype:
-        raise TypeError(f"out must be {query.dtype} as query, got {out.dtype}")
+        raise TypeError(
+            f"out must be {dtype_name(query.dtype)} as query, got {dtype_name(out.dtype)}"
+        )
     found, lse, *_ = forward(*args, **options)
     out.copy_(found)
     return lse

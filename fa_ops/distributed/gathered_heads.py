@@ -23,6 +23,7 @@ from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import Members, groups_of
 from fa_ops.distributed.sums import sum_dtype
 from fa_ops.ops.undifferentiable import differentiable_once
+from fa_ops.types import dtype_name
 
 Packing = tuple[Tensor, Tensor, int, int]
 
@@ -60,8 +61,8 @@ def gathered_attention(
         given = {n: x for n, x in options.items() if n != "deterministic"}
         slopes = alibi_slopes is not None
         words.append(
-            f"{shapes} of {q.dtype}, {heads} heads at a time, {given}, alibi_slopes {slopes}, "
-            f"dropout_p {dropout_p}"
+            f"{shapes} of {dtype_name(q.dtype)}, {heads} heads at a time, {given}, "
+            f"alibi_slopes {slopes}, dropout_p {dropout_p}"
         )
         _check(q, k, v, job, dropout_p)
     if dropout_p > 0:

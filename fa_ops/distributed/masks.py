@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fa_ops.argument_types import need_tensor
 from fa_ops.distributed.layout import Segment
+from fa_ops.types import dtype_name
 
 
 class Mask(NamedTuple):
@@ -74,7 +75,7 @@ def check_masks(
     given = {"kv_lens": kv_lens, "key_ranges": key_ranges, "cu_seqlens": cu_seqlens}
     for name, t in given.items():
         if t is not None and need_tensor(name, t).dtype != torch.int32:
-            found = str(t.dtype).removeprefix("torch.")
+            found = dtype_name(t.dtype)
             raise TypeError(f"{name} must be int32, got {found}")
     if key_ranges is not None and (
         key_ranges.dim() != 4 or key_ranges.shape[3] != 2 or key_ranges.shape[2] not in (1, tokens)

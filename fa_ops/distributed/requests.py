@@ -32,7 +32,7 @@ from fa_ops.distributed.plans import StepProblem
 from fa_ops.distributed.stepwise import StepOptions
 from fa_ops.distributed.transports import TRANSPORTS
 from fa_ops.ops import autograd
-from fa_ops.types import DenseTensors, Scalars, Spec
+from fa_ops.types import DenseTensors, Scalars, Spec, dtype_name
 
 SCHEMES = ("auto", "ring", "ulysses", "all_gather")
 
@@ -331,6 +331,6 @@ def _text(q: Tensor, k: Tensor, v: Tensor, problem: StepProblem, options: Option
     if not isinstance(layout, str):
         layout = hashlib.sha1(repr(layout).encode(), usedforsecurity=False).hexdigest()[:16]
     return ", ".join([
-        f"{shapes} of {str(q.dtype).removeprefix('torch.')}", *changed, *there,
+        f"{shapes} of {dtype_name(q.dtype)}", *changed, *there,
         f"mask {problem.mask.digest()}", f"gradients {records}", f"layout {layout}",
     ])  # fmt: skip

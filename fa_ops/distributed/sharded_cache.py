@@ -14,6 +14,7 @@ from fa_ops.distributed.exchange import Exchange, all_gather
 from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import groups_of
 from fa_ops.kv_cache import attention_with_kv_cache
+from fa_ops.types import dtype_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -154,7 +155,7 @@ def _check(
 def _words(query: Tensor, value_cache: Tensor, options: dict, tensors: dict) -> list[str]:
     """What must be equal on all processes."""
     width = need_tensor("value_cache", value_cache).shape[-1]
-    words = [f"query {tuple(query.shape)} of {query.dtype}, value_cache (..., {width})"]
+    words = [f"query {tuple(query.shape)} of {dtype_name(query.dtype)}, value_cache (..., {width})"]
     words += [f"{name}={x}" for name, x in options.items()]
     return words + [name for name, x in tensors.items() if x is not None]
 

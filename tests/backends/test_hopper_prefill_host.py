@@ -149,7 +149,7 @@ def test_which_kernel_a_cache_is_for():
         (lambda q, k, v, c, s: (q, k[:, :4], v[:, :4], c, s), "needs pages of 16, 32 or"),
         (lambda q, k, v, c, s: (q, k, v, c._replace(num_splits=2), s), "without num_splits"),
         (lambda q, k, v, c, s: (q, k, v, c._replace(key=q), s), "does not write to caches"),
-        (lambda q, k, v, c, s: (q, k.half(), v.half(), c, s), "got torch.float16 for queries"),
+        (lambda q, k, v, c, s: (q, k.half(), v.half(), c, s), "got float16 for queries"),
         (lambda q, k, v, c, s: (q, k, v.repeat(1, 1, 1, 2), c, s), "value head dim"),
         (lambda q, k, v, c, s: (q, k, v, c, s._replace(scale=-1.0)), "needs a positive scale"),
         (lambda q, k, v, c, s: (q, k, v, c, s._replace(key_ranges=LENS)), "has no key_ranges"),

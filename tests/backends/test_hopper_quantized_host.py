@@ -146,7 +146,7 @@ def test_results_of_a_call_do_not_overlap(driver):
 
 REFUSED = {
     "needs a positive scale, got -1.0": ({}, Spec(scale=-1.0)),
-    "quantises bfloat16 and float16, query is torch.float32": ({"dtype": torch.float32}, Spec()),
+    "quantises bfloat16 and float16, query is float32": ({"dtype": torch.float32}, Spec()),
     "needs a head dim that is a multiple of 16, at most 256, got 24": ({"D": 24}, Spec()),
     "needs a value head dim that is a multiple of 8, at most 256, got 20": ({"Dv": 20}, Spec()),
 }

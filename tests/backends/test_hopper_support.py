@@ -64,7 +64,7 @@ def test_what_is_named_instead_can_run_it():
         "got 512 and 512; the triton backend can run it": (512,),
         "got 60 and 60; the triton backend can run it": (60,),
         "got 64 and 128; the triton backend can run it": (64, 128),
-        "query is torch.float32; the triton backend can run it": (64, 64, torch.float32),
+        "query is float32; the triton backend can run it": (64, 64, torch.float32),
         "query is on cpu; the cpu backend can run it": (64, 64, torch.bfloat16, "cpu"),
     }
     for end, case in refused.items():

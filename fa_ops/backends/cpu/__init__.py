@@ -11,7 +11,7 @@ from fa_ops.backends.cpu.quantized import quantized_forward
 from fa_ops.backends.cpu.varlen import varlen_backward, varlen_forward
 from fa_ops.backends.mask_blocks import mask_blocks
 from fa_ops.call import APPEND, MASK_BLOCKS, QUANTIZED, Call, Plan, general, plan_by_kind
-from fa_ops.types import Spec
+from fa_ops.types import Spec, dtype_name
 
 
 def available_error() -> str | None:
@@ -45,7 +45,7 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     if q.device.type != "cpu":
         return _foreign(q)
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        return f"runs fp16, bf16, fp32 and fp64, got {q.dtype}"
+        return f"runs float16, bfloat16, float32 and float64, got {dtype_name(q.dtype)}"
     return None
 
 

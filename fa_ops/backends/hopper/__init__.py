@@ -42,6 +42,7 @@ from fa_ops.types import (
     Quantization,
     Spec,
     default_scale,
+    dtype_name,
 )
 
 _ALTERNATIVE = "the triton backend can run it"
@@ -230,7 +231,7 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec, takes_wide: bool) -> str | No
     D, Dv = q.shape[-1], v.shape[-1]
     is_wide = takes_wide and max(D, Dv) > MAX_NARROW_DIM
     if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"computes in bfloat16 and float16, query is {q.dtype}"
+        return f"computes in bfloat16 and float16, query is {dtype_name(q.dtype)}"
     if reason := head_dim_error(D, Dv, MAX_HEAD_DIM if is_wide else MAX_NARROW_DIM):
         return reason
     if is_wide and (reason := _wide_error(spec)):

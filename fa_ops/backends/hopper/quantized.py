@@ -32,7 +32,7 @@ from fa_ops.backends.hopper.problem import (
 )
 from fa_ops.call import Call, QuantizedTensors, Run, general
 from fa_ops.geometry import rows_are_aligned
-from fa_ops.types import MAX_QUANTIZED_HEAD_DIM, Quantization, Spec, default_scale
+from fa_ops.types import MAX_QUANTIZED_HEAD_DIM, Quantization, Spec, default_scale, dtype_name
 
 _PARAMS = struct_layout("quantized_params.cuh", "QuantizedParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("out", "tile_counter"), _PARAMS.packer("B", "scale_log2")
@@ -44,7 +44,7 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
     """Why the kernels cannot run a call with 8-bit products, or None."""
     D, Dv = q.shape[3], v.shape[3]
     if q.dtype not in (torch.bfloat16, torch.float16, E4M3):
-        return f"quantises bfloat16 and float16, query is {q.dtype}"
+        return f"quantises bfloat16 and float16, query is {dtype_name(q.dtype)}"
     if reason := head_error(D, Dv):
         return reason
     if q.dtype == E4M3 and (reason := scaled.scale_error(k, how)):

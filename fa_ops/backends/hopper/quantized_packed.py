@@ -38,7 +38,7 @@ from fa_ops.backends.hopper.quantized import E4M3, head_error, kernel_defines
 from fa_ops.backends.hopper.scaled_packed import ScaledPacked, Sequences
 from fa_ops.call import Call, PackedQuantizedTensors, Run
 from fa_ops.geometry import rows_are_aligned
-from fa_ops.types import default_scale
+from fa_ops.types import default_scale, dtype_name
 
 MAX_VALUE_BYTES = 1 << 32  # of the transposed values, for which each call allocates memory
 _PAGES = 16, 32  # keys, and multiples of 64: what copies of whole swizzle atoms bring
@@ -51,7 +51,7 @@ def support_error(call: Call) -> str | None:
     """Why the kernels cannot run a packed call with 8-bit products, or None."""
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if q.dtype != E4M3:
-        return f"attends packed sequences in float8_e4m3fn, query is {q.dtype}"
+        return f"attends packed sequences in float8_e4m3fn, query is {dtype_name(q.dtype)}"
     if reason := head_error(q.shape[-1], v.shape[-1]):
         return reason
     table, page = call.cache and call.cache.page_table, k.shape[1]

@@ -30,7 +30,7 @@ from fa_ops.backends.hopper.launch import (
 from fa_ops.backends.hopper.problem import MISALIGNED, copy_keys, limit_error, tma_aligned
 from fa_ops.call import CacheTensors
 from fa_ops.geometry import rows_are_aligned
-from fa_ops.types import ALIGNMENT, Cache, Spec, default_scale
+from fa_ops.types import ALIGNMENT, Cache, Spec, default_scale, dtype_name
 
 if TYPE_CHECKING:
     from fa_ops.backends.hopper.append import Appender
@@ -48,7 +48,8 @@ def cache_error(
     """
     table = cache.page_table
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype not in (q.dtype, *dtypes):
-        return f"decodes bfloat16 and float16 caches, got {k.dtype} for queries of {q.dtype}"
+        found = f"{dtype_name(k.dtype)} for queries of {dtype_name(q.dtype)}"
+        return f"decodes bfloat16 and float16 caches, got {found}"
     if cache.key is not None or cache.rotary_cos is not None:
         return "does not write to caches"
     table_length = None if table is None else table.shape[1]

@@ -35,7 +35,13 @@ from fa_ops.call import (
     general,
 )
 from fa_ops.geometry import is_decoding, queries_of_kv_head
-from fa_ops.types import MAX_DECODING_QUERIES, MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM, Spec
+from fa_ops.types import (
+    MAX_DECODING_QUERIES,
+    MAX_HEAD_DIM,
+    MAX_QUANTIZED_HEAD_DIM,
+    Spec,
+    dtype_name,
+)
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_SINGLE_GRADIENT_DIM = 256  # of float32 in 99 KB of shared memory
@@ -119,7 +125,8 @@ def support_error(
     if reason := _device_error(q.device):
         return reason
     if q.dtype not in dtypes:
-        return f"takes float16, bfloat16 and float32, got {q.dtype}; for float64 use the CPU"
+        found = dtype_name(q.dtype)
+        return f"takes float16, bfloat16 and float32, got {found}; for float64 use the CPU"
     widest = max(q.shape[-1], v.shape[-1])
     if widest > max_head_dim:
         return (

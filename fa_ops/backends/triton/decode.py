@@ -42,7 +42,7 @@ from fa_ops.backends.triton.launch import (
     interpreter_error,
 )
 from fa_ops.call import Call, Run
-from fa_ops.types import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec, scales_of
+from fa_ops.types import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec, dtype_name, scales_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
@@ -104,7 +104,8 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
     if device.type == "cuda" and arch < 80:
         return f"needs compute capability 8.0, {torch.cuda.get_device_name(device)} has {arch / 10}"
     if q.dtype not in _DTYPES:
-        return f"takes float16, bfloat16 and float32, got {q.dtype}; for float64 use the CPU"
+        found = dtype_name(q.dtype)
+        return f"takes float16, bfloat16 and float32, got {found}; for float64 use the CPU"
     if k.dtype == _FP8 and arch < 89 and device.type == "cuda":
         return f"has fp8 caches from compute capability 8.9 on, got {arch / 10}"
     if reason := interpreter_error(q):

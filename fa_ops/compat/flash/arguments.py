@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.argument_types import need_int, need_number, need_tensor
+from fa_ops.types import dtype_name
 
 DENSE, PACKED, PAGES = "(B, S, H, D)", "(T, H, D)", "(pages, page_size, H, D)"
 Window = tuple[int | None, int | None]
@@ -116,7 +117,7 @@ def of_sequences(name: str, x: Tensor | None, count: int) -> Tensor | None:
 def need_int32(name: str, x: Tensor) -> Tensor:
     """The tensor. Raises TypeError for anything but an int32 tensor."""
     if need_tensor(name, x).dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {str(x.dtype).removeprefix('torch.')}")
+        raise TypeError(f"{name} must be int32, got {dtype_name(x.dtype)}")
     return x
 
 

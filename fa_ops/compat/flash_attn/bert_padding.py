@@ -11,6 +11,7 @@ from fa_ops import checks
 from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import count, has_shape
 from fa_ops.ops import library
+from fa_ops.types import dtype_name
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ def _need_rows(name: str, x: Tensor, indices: Tensor) -> None:
     if need_tensor(name, x).dim() == 0:
         raise ValueError(f"{name} must have shape (rows, ...), got ()")
     if need_tensor("indices", indices).dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
+        raise TypeError(f"indices must be int32 or int64, got {dtype_name(indices.dtype)}")
     if indices.dim() != 1:
         raise ValueError(f"indices must have shape (n,), got {tuple(indices.shape)}")
     checks.same_device(x, "indices", indices, name)

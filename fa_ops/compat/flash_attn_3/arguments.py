@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import count, flag, has_shape
+from fa_ops.types import dtype_name
 
 
 def chunk_of(attention_chunk: int) -> int:
@@ -37,7 +38,7 @@ def refuse_scales(q: Tensor, why: str, scales: Scales) -> None:
         if value is not None:
             raise NotImplementedError(f"{name} must be None {why}, got {type(value).__name__}")
     if need_tensor("q", q).dtype == torch.float8_e4m3fn:
-        raise NotImplementedError(f"q must be in 16 bits or more {why}, got {q.dtype}")
+        raise NotImplementedError(f"q must be in 16 bits or more {why}, got {dtype_name(q.dtype)}")
 
 
 class Scales(NamedTuple):
@@ -65,7 +66,9 @@ class Scales(NamedTuple):
         if need_tensor("q", q).dtype != torch.float8_e4m3fn:
             for name, scale in zip(self._fields, self):
                 if scale is not None:
-                    raise TypeError(f"{name} is for inputs in float8_e4m3fn, but q is {q.dtype}")
+                    raise TypeError(
+                        f"{name} is for inputs in float8_e4m3fn, but q is {dtype_name(q.dtype)}"
+                    )
             return {}
         found, (Hq, Hkv) = {}, heads
         for name, scale in zip(("q_scale", "k_scale", "v_scale"), self):

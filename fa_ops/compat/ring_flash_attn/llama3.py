@@ -18,6 +18,7 @@ from fa_ops.compat.flash.arguments import (
 )
 from fa_ops.compat.ring_flash_attn.dense import Result, options_of
 from fa_ops.distributed.gathered_heads import gathered_attention
+from fa_ops.types import dtype_name
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -43,7 +44,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         TypeError: cu_seqlens that are not int32.
     """
     if need_tensor("cu_seqlens", cu_seqlens).dtype != torch.int32 or cu_seqlens.dim() != 1:
-        dtype = str(cu_seqlens.dtype).removeprefix("torch.")
+        dtype = dtype_name(cu_seqlens.dtype)
         found = f"{dtype} of shape {tuple(cu_seqlens.shape)}"
         raise TypeError(f"cu_seqlens must be int32 of shape (B + 1,), got {found}")
     rank, size = need_int("rank", scalar(rank)), need_int("world_size", scalar(world_size))
