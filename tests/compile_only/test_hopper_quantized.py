@@ -22,10 +22,10 @@ from tests.compile_only.test_hopper import assert_clean, compiled_entries  # noq
 CASES = [
     # the last number: bytes that are spilled, outside the loop over keys
     (64, 64, True, {}, 0),
-    (128, 128, True, {"window": True}, 48),
+    (128, 128, True, {"window": True}, 16),
     (128, 128, False, {"signs": True}, 12),
     (128, 128, False, {"window": True, "signs": True, "head_scales": True}, 0),
-    (128, 128, True, dict(window=True, left=True, ranges=True, softcap=1, sinks=True), 148),
+    (128, 128, True, dict(window=True, left=True, ranges=True, softcap=1, sinks=True), 48),
     (256, 256, False, {"window": True, "kv_lens": True}, 4),
     (64, 136, True, {}, 0),
     (80, 40, False, {"window": True, "left": True, "softcap": 1}, 0),
@@ -57,9 +57,8 @@ def test_forward(D, Dv, is_int8, features, spilled, tmp_path):
     assert sass.count("F2FP.SATFINITE.E4M3") == weights + queries * in_kernel
     assert sass.count("F2FP.F16.E4M3") == (0 if config.sums_by_product else weights)
     assert "I2FP" not in sass
-    # what is spilled is read once for a tile; with int8 a scale for each block, and what masks it
-    in_loop = 3 if is_int8 and D == 128 else 0
-    assert "softcap" in features or innermost_loop(sass).count("LDL") <= in_loop
+    # what is spilled is read once for a tile
+    assert "softcap" in features or "LDL" not in innermost_loop(sass)
 
 
 # What looks up sequences keeps some registers in memory, and reads them once for a tile or a block.

@@ -17,10 +17,9 @@
 
 constexpr u32 SUMMED_BLOCKS = SUMMED_KEYS / BLOCK_N;
 constexpr bool TAKES_TURNS = CONSUMERS == 3;
-// Scales of e4m3 tensors are awaited while the first product of a work item runs, whose turn is passed before
-// it ends. On an H200, causal calls of 512 keys are 1.04x as fast, and of 8192 keys 1.01x. For 16-bit tensors
-// with int8 products, whose queries are quantised here, they would take 1.00x to 1.01x of the time.
-constexpr bool DEFERS_SCALES = HAS_SIGNS;
+// FIRST_BITS is added to the scores when the turn has been passed, instead of written to the accumulators during
+// it. With 64 features the additions would delay the exponentials: they share the ALU with the row maxima.
+constexpr bool ADDS_FIRST_BITS = IS_INT8 && TAKES_TURNS && HEAD_FEATURES > 64;
 
 struct QuantizedConsumer : QuantizedEpilogue {
   using QuantizedEpilogue::QuantizedEpilogue;
@@ -40,6 +39,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
 
   DEVICE void start_scores() {
 #if IS_INT8
+    if (ADDS_FIRST_BITS) return;
 #pragma unroll
     for (int i = 0; i < SCORES; i++) asm volatile("mov.b32 %0, %1;" : "=r"(s[i]) : "n"(FIRST_BITS));
 #endif
@@ -48,14 +48,12 @@ struct QuantizedConsumer : QuantizedEpilogue {
   DEVICE void score_product() {
 #if IS_PAGED
     existing_copies = load_shared<u32>(slot_at<4>(sm.pages, k.stage));
+    __syncwarp();  // all lanes have read them when one of them releases the keys
 #endif
     const u32 keys = descriptor_base(slot_at<K_BYTES>(sm.k, k.stage), 16);
     wgmma_fence();
-#if IS_INT8
-    wgmma_scores(s, queries, keys);
-#else
-    wgmma_scores_start(s, queries, keys);
-#endif
+    if (IS_INT8 && !ADDS_FIRST_BITS) wgmma_scores(s, queries, keys);
+    else wgmma_scores_start(s, queries, keys);
     wgmma_commit();
   }
 
@@ -182,10 +180,16 @@ struct QuantizedConsumer : QuantizedEpilogue {
     value_product();
     wait_keys();  // during the product
     wgmma_wait<0>();
-    finish_block();  // while there are no scores, whose registers it needs
+    fence_operand(t);
+    if (summed == SUMMED_BLOCKS) {  // while there are no scores, whose registers it needs
+      add_row_sums();
+      add_to_totals(), summed = 0;
+    }
     start_scores();
     score_product();
     pass_turn();
+    release_values();
+    add_row_sums();  // unless they were added above
     wgmma_wait<0>();
     find_max(block, n, summed == 0);
     rescale();  // before the exponentials, so that rounding overlaps with them
@@ -222,6 +226,10 @@ struct QuantizedConsumer : QuantizedEpilogue {
   DEVICE void find_max(int block, const BlockRange& n, bool begins_sum) {
     fence_operand(s);
     release_keys(block == n.begin);
+#if IS_INT8
+#pragma unroll
+    for (int i = 0; ADDS_FIRST_BITS && i < SCORES; i++) s[i] += FIRST_BITS;
+#endif
     modify_scores(block, n);
     if (begins_sum) softmax.update_max_of_sum(p, s, sums);
     else softmax.update_max(p, s);
@@ -267,9 +275,9 @@ struct QuantizedConsumer : QuantizedEpilogue {
     start_scores();
     take_turn();
     score_product();
-    if (DEFERS_SCALES) pass_turn(), finish_scales();
+    finish_scales();
     wgmma_wait<0>();
-    if (!DEFERS_SCALES) pass_turn();
+    pass_turn();
     find_max(n.end - 1, n, false);
     exponentiate();
     add_sums(round_weights());
@@ -284,14 +292,10 @@ struct QuantizedConsumer : QuantizedEpilogue {
     totals.finish(t);
   }
 
-  // The scale of all scores, unless a softcap comes first.
-  DEVICE float score_scale() const { return HAS_SOFTCAP ? 1.f : p.scale_log2; }
-
-  // Uses the scales that `begin` has loaded.
+  // Uses the scales that `begin` has loaded, while the first product runs.
   DEVICE void finish_scales() {
     fence_operand(softmax.row_scale);  // the compiler would wait for them before the product
-#pragma unroll
-    for (int r = 0; r < 2; r++) softmax.row_scale[r] *= score_scale();
+    if (!HAS_SOFTCAP) softmax.row_scale[0] *= p.scale_log2, softmax.row_scale[1] *= p.scale_log2;
 #if HEAD_SCALES
     some_negative = false;
 #pragma unroll
@@ -322,9 +326,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
 #if !QUANTISES_QUERIES
     const float* scales = p.q_scale + first_row(p, tile);
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-      softmax.row_scale[r] =
-          scales[min(row + 8 * r, queries_of(p, tile) - 1)] * (DEFERS_SCALES ? 1.f : score_scale());
+    for (int r = 0; r < 2; r++) softmax.row_scale[r] = scales[min(row + 8 * r, queries_of(p, tile) - 1)];
 #endif
     const float* key_scale = p.k_scale + first_key_scale(p, tile);
 #if HEAD_SCALES
@@ -357,8 +359,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
         const float both = product_with_mean(x, mean, lane & 3);
         if (row_of(tile, r) < p.Sq) p.offset[lse_at(tile, r)] = both * p.scale_log2 * LN2;
       }
-      const float scale = quantize_row(x, slot_at<Q_BYTES>(sm.q, c), row, lane & 3);
-      softmax.row_scale[r] = scale * score_scale();
+      softmax.row_scale[r] = quantize_row(x, slot_at<Q_BYTES>(sm.q, c), row, lane & 3);
     }
     release_queries();
     fence_async_shared();

@@ -4,9 +4,8 @@
 #include "quantized_shared.cuh"
 #include "softmax.cuh"
 
-// int8 products are accumulated onto the bits of the float 1.5 * 2^23: read as a float, the sum is that
-// number plus the product, so that no integer is converted. After a softcap the scores are plain floats in
-// either case.
+// The bits of the float 1.5 * 2^23 are added to int8 products: read as a float, the sum is that number plus
+// the product, so that no integer is converted. After a softcap the scores are plain floats in either case.
 #if IS_INT8
 typedef u32 Accumulator;
 constexpr u32 FIRST_BITS = 0x4B400000;
