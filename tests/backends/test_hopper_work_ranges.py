@@ -54,6 +54,7 @@ static void replace_columns(const Params& p, const Split& t, int row, int column
   write_columns(p, (t.b * 64 + t.item) * 64 + row, column, make_float2(-1.f, -1.f), 1.f);
 }
 static void combine() { combine_splits(params); }
+extern "C" int column_of(int pair) { return partial_column(params, pair); }
 extern "C" int run_combine(int ctas, int warps, CombinedColumns* to, CombinedRow* rows_to, int* rows_found, Params* p) {
   gridDim.x = ctas, blockDim.x = warps * 32, params = *p, columns = to, rows = rows_to, count = row_count = 0;
   for (blockIdx.x = 0; blockIdx.x < ctas; blockIdx.x++)
@@ -74,7 +75,7 @@ DECODE = """
 constexpr int BLOCK_N = 64;
 struct DecodeParams {
   const int *kv_lens, *ranges;
-  float* partial;
+  float2* partial;
   float2* partial_stats;
   int B, Hkv, Sq, Sk, ranges_b, window_left, idle, group, width;
 };
@@ -90,7 +91,7 @@ LATENT = """
 constexpr int BLOCK_N = 64;
 struct MlaParams {
   const int* kv_lens;
-  float* partial;
+  float2* partial;
   float2* partial_stats;
   int B, items, width, Sk, tokens, heads;
 };
@@ -305,7 +306,10 @@ def check_combined(kernel, params, by_cta, rows, dim, warps, width, seed, must_b
                 no_keys = g.random(slot_rows) < 0.2
                 stats[slot, no_keys], partial[slot, no_keys] = (-1e30, 0.0), 0.0
     assert slots
-    params.partial, params.stats = partial.ctypes.data, stats.ctypes.data
+    pairs = [kernel.column_of(i) // 2 for i in range(32)]
+    assert sorted(pairs) == list(range(32))
+    stored = partial.reshape(-1, 32, 2)[:, pairs].copy()
+    params.partial, params.stats = stored.ctypes.data, stats.ctypes.data
     columns = np.zeros(len(slots) * rows * dim // 2 + 1, COLUMNS)
     ends, row_count = np.zeros(len(slots) * rows + 1, ROWS), Int()
     count = kernel.run_combine(

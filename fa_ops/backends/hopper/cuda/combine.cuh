@@ -9,7 +9,9 @@
 // factor that normalises it; write_columns(p, row, column, x, inverse), for two columns; and
 // replace_columns(p, split, row, column), which computes two columns of a row exactly in each lane. Its
 // parameters hold `partial` (2 * CTAs, ROWS, VALUE_DIM), the weighted sums of values relative to the maxima,
-// and `partial_stats` (2 * CTAs, ROWS), a maximum in log2 units and a sum of weights for each row.
+// and `partial_stats` (2 * CTAs, ROWS), a maximum in log2 units and a sum of weights for each row. Each 64
+// columns of a row of `partial` are 32 pairs. The kernel's partial_column(p, i) is the first column of pair
+// i.
 #pragma once
 #include "exact_row.cuh"
 #include "softmax.cuh"
@@ -26,9 +28,9 @@ DEVICE int own_slot(const Split& t) { return blockIdx.x * 2 + (t.flags & SECOND_
 constexpr int SEGMENTS = VALUE_DIM / 64;  // per row, of 64 columns each
 
 // Merges segments of an item: segment `first` and every `step`-th one after it. Executed by one warp, which
-// reads SPLITS splits of 32 / SPLITS segments at a time; each lane reads the statistics of one. The order of
-// the additions does not depend on which warp merges. Returns whether this lane has found a sum that is not
-// finite.
+// reads SPLITS splits of 32 / SPLITS segments at a time; each lane reads the statistics of one. An item may
+// have more splits only if SPLITS is 32. The order of the additions does not depend on which warp merges.
+// Returns whether this lane has found a sum that is not finite.
 template <int SPLITS, class Params>
 DEVICE bool combine_rows(const Params& p, const Split& t, int first, int step) {
   constexpr int ITEMS = 32 / SPLITS;
@@ -41,14 +43,13 @@ DEVICE bool combine_rows(const Params& p, const Split& t, int first, int step) {
     float max2 = UNINITIALISED_MAX, total = 0.f;
     float2 x[ITEMS] = {};
 #pragma unroll 1
-    for (int split = 0; split < t.splits; split += SPLITS) {
+    for (int split = 0; split < (SPLITS < 32 ? SPLITS : t.splits); split += SPLITS) {
       float2 stats = make_float2(UNINITIALISED_MAX, 0.f), y[ITEMS][SPLITS];
       if (split + lane % SPLITS < t.splits)
         stats = __ldcg(p.partial_stats + slot_of(p, t, split + lane % SPLITS) * ROWS + own);
 #pragma unroll
       for (int j = 0; j < SPLITS; j++) {
-        const float2* from =
-            (const float2*)(p.partial + slot_of(p, t, split + j) * (ROWS * VALUE_DIM)) + lane;
+        const float2* from = p.partial + slot_of(p, t, split + j) * (ROWS * VALUE_DIM / 2) + lane;
 #pragma unroll
         for (int k = 0; k < ITEMS; k++) {
           y[k][j] = make_float2(0.f, 0.f);
@@ -82,7 +83,8 @@ DEVICE bool combine_rows(const Params& p, const Split& t, int first, int step) {
     for (int k = 0; k < ITEMS; k++) {
       const int segment = i + k * step, to = __shfl_sync(~0u, out_row, k * SPLITS);
       const float factor = __shfl_sync(~0u, inverse, k * SPLITS);
-      if (segment < segments) write_columns(p, to, segment % SEGMENTS * 64 + lane * 2, x[k], factor);
+      if (segment < segments)
+        write_columns(p, to, segment % SEGMENTS * 64 + partial_column(p, lane), x[k], factor);
       is_unusable = is_unusable || (segment < segments && !is_finite(x[k]));
     }
   }
@@ -104,6 +106,7 @@ template <class Params> DEVICE void combine_splits(const Params& p) {
             first = slice + warp_uniform(threadIdx.x / 32) * slices, step = warps * slices;
   bool is_unusable;
   if (t.splits <= 2) is_unusable = combine_rows<2>(p, t, first, step);
+  else if (t.splits <= 4) is_unusable = combine_rows<4>(p, t, first, step);
   else if (t.splits <= 8) is_unusable = combine_rows<8>(p, t, first, step);
   else is_unusable = combine_rows<32>(p, t, first, step);
   if (__any_sync(~0u, is_unusable)) {

@@ -484,7 +484,7 @@ struct DecodeConsumer {
         write_columns(p, out_row, column, x, inverse);
         is_unusable = is_unusable || !is_finite(x);
       } else {
-        *(float2*)(p.partial + (slot * ROWS + row) * VALUE_DIM + column) = x;
+        p.partial[((slot * ROWS + row) * VALUE_DIM + column) / 2] = x;
         if (column == 0) p.partial_stats[slot * ROWS + row] = make_float2(max2, total);
       }
     }

@@ -16,7 +16,7 @@ struct DecodeParams {
   TensorMap q, k, v;
   Element* out;                       // (B, Sq, Hq, Dv)
   float* lse;                         // (B, Hq, Sq)
-  float* partial;                     // (2 * CTAs, ROWS, VALUE_DIM), see combine.cuh
+  float2* partial;                    // (2 * CTAs, ROWS, VALUE_DIM / 2), see combine.cuh
   float2* partial_stats;              // (2 * CTAs, ROWS)
   const int* kv_lens;                 // (B,) or null
   const int* ranges;                  // (B|1, ranges_b) or null: begin and end of each batch row's keys
@@ -56,6 +56,7 @@ DEVICE int kv_head(const DecodeParams& p, const Split& t) {
   return SHARES_TOKENS ? t.item * p.width + blockIdx.x % (u32)p.width : t.item;
 }
 DEVICE int packed_rows(const DecodeParams& p) { return p.group * p.Sq; }
+DEVICE int partial_column(const DecodeParams&, int pair) { return pair * 2; }
 
 // Whole items, if all have the same length and no CTA gets more than one tile beyond its share: then nothing
 // needs merging. Otherwise single tiles.

@@ -485,12 +485,28 @@ struct MlaConsumer {
         replace_columns(p, t, warp * 16 + __ffs(unusable) - 1, w * (VALUE_DIM / 2) + x + lane * 2);
   }
 
+  // Whether no row of this warp exists.
+  DEVICE bool is_padding() const { return warp * 16 >= packed_rows(p); }
+
+  // Writes the output of a split, in the order of `partial_column`.
+  DEVICE void write_partial(const Split& t) const {
+    if (is_padding()) return;
+    float2* to =
+        p.partial + ((own_slot(t) * ROWS + row) * VALUE_DIM + w * (VALUE_DIM / 2)) / 2 + (lane & 3) * 2;
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i += 8) {
+      *(float4*)(to + i) = make_float4(o[i], o[i + 1], o[i + 4], o[i + 5]);
+      *(float4*)(to + i + 8 * (VALUE_DIM / 2)) = make_float4(o[i + 2], o[i + 3], o[i + 6], o[i + 7]);
+    }
+  }
+
   DEVICE void finish(const Split& t, int parity) {
     softmax.reduce_sums();
     const u32 of_rows = sm.sums + (parity * 2 * ROWS + row) * 4, own = of_rows + w * ROWS * 4,
               other = of_rows + (1 - w) * ROWS * 4;
     if ((lane & 3) == 0) store_shared(own, softmax.sum0), store_shared(own + 32, softmax.sum1);
     named_barrier_arrive(MLA_SUMS + w, 256);
+    if (t.splits > 1) write_partial(t);
     named_barrier_sync(MLA_SUMS + 1 - w, 256);
     const float maxima[2] = {softmax.max0 * p.scale_log2, softmax.max1 * p.scale_log2};
     const float sums[2] = {softmax.sum0 + load_shared<float>(other),
@@ -501,17 +517,10 @@ struct MlaConsumer {
       if (unusable) replace_rows(t, unusable);
       return;
     }
-    if (warp * 16 >= packed_rows(p)) return;  // padding rows
-    const int at = own_slot(t) * ROWS + row;
-    float* to = p.partial + at * VALUE_DIM + w * (VALUE_DIM / 2) + (lane & 3) * 2;
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i += 4) {
-      *(float2*)(to + i * 2) = make_float2(o[i], o[i + 1]);
-      *(float2*)(to + i * 2 + 8 * VALUE_DIM) = make_float2(o[i + 2], o[i + 3]);
+    if (w == 0 && (lane & 3) == 0 && !is_padding()) {
+      float2* to = p.partial_stats + own_slot(t) * ROWS + row;
+      to[0] = make_float2(maxima[0], sums[0]), to[8] = make_float2(maxima[1], sums[1]);
     }
-    if (w == 0 && (lane & 3) == 0)
-      p.partial_stats[at] = make_float2(maxima[0], sums[0]),
-      p.partial_stats[at + 8] = make_float2(maxima[1], sums[1]);
   }
 
   DEVICE void run() {
@@ -545,7 +554,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
     mbar_init_fence();
     prefetch_tensor_map(p.q), prefetch_tensor_map(p.k);
   }
-  clear_queries(sm.q, TILE_BYTES);
+  if (packed_rows(p) < ROWS) clear_queries(sm.q, TILE_BYTES);
   __syncthreads();
   wait_for_prior_grid(), launch_dependent_grids();
   const int warpgroup = warp_uniform(threadIdx.x / 128);
