@@ -29,6 +29,7 @@ struct float2 { float x, y; };
 struct Index { int x; };
 static Index blockIdx, blockDim, gridDim, threadIdx;
 static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 template <class T> static T __ldcg(const T* x) { return *x; }
 static float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
@@ -43,6 +44,15 @@ static float e4m3_value(u32 x) {
   return x & 128 ? -size : size;
 }
 static float2 unpack_e4m3(unsigned short x) { return {e4m3_value(x & 255), e4m3_value(x >> 8)}; }
+static u32 pack_halves(float low, float high) {
+  const _Float16 x[2] = {(_Float16)low, (_Float16)high};
+  u32 y;
+  return std::memcpy(&y, x, 4), y;
+}
+static float2 unpack_halves(u32 x) {
+  _Float16 y[2];
+  return std::memcpy(y, &x, 4), float2{(float)y[0], (float)y[1]};
+}
 static void launch_dependent_grids() {}
 static void wait_for_prior_grid() {}
 static void store_shared(u32, int4) {}

@@ -29,7 +29,6 @@ PTX = """
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
-static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static float __fdiv_rn(float x, float y) { volatile double z = y; return x / z; }
 static float __fmul_rn(float x, float y) { return x * y; }

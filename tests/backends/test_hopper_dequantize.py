@@ -16,7 +16,6 @@ GRID = """
 #define __grid_constant__
 #define __launch_bounds__(threads)
 struct uint2 { u32 x, y; };
-static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 template <class T> static T __ldg(const T* x) { return *x; }
 static u32 bfloat16(float x) {
   u32 bits;

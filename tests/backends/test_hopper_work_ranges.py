@@ -55,6 +55,8 @@ static void replace_columns(const Params& p, const Split& t, int row, int column
 }
 static void combine() { combine_splits(params); }
 extern "C" int column_of(int pair) { return partial_column(params, pair); }
+extern "C" int pair_bytes() { return sizeof *params.partial; }
+extern "C" int stats_per_row() { return stats_per_row(params); }
 extern "C" int run_combine(int ctas, int warps, CombinedColumns* to, CombinedRow* rows_to, int* rows_found, Params* p) {
   gridDim.x = ctas, blockDim.x = warps * 32, params = *p, columns = to, rows = rows_to, count = row_count = 0;
   for (blockIdx.x = 0; blockIdx.x < ctas; blockIdx.x++)
@@ -91,7 +93,7 @@ LATENT = """
 constexpr int BLOCK_N = 64;
 struct MlaParams {
   const int* kv_lens;
-  float2* partial;
+  u32* partial;
   float2* partial_stats;
   int B, items, width, Sk, tokens, heads;
 };
@@ -292,8 +294,10 @@ def check_combined(kernel, params, by_cta, rows, dim, warps, width, seed, must_b
     """Rows and columns of every item with several splits are combined once, from all of these."""
     ctas, slot_rows = len(by_cta), params.slot_rows
     g = np.random.default_rng(seed)
-    partial = np.full((2 * ctas, slot_rows, dim), np.nan, np.float32)
-    stats = np.full((2 * ctas, slot_rows, 2), np.nan, np.float32)
+    parts = kernel.stats_per_row()  # of a row, which have statistics of their own
+    dtype = {4: np.float16, 8: np.float32}[kernel.pair_bytes()]
+    partial = np.full((2 * ctas, slot_rows, dim), np.nan, dtype)
+    stats = np.full((2 * ctas, slot_rows, parts, 2), np.nan, np.float32)
     slots = {}
     for cta, splits in enumerate(by_cta):
         for i, (b, item, *_, number, _) in enumerate(splits):
@@ -301,8 +305,8 @@ def check_combined(kernel, params, by_cta, rows, dim, warps, width, seed, must_b
                 slot = 2 * cta + (i > 0)
                 slots.setdefault((b, item, cta % width), []).append(slot)
                 partial[slot] = g.standard_normal((slot_rows, dim))
-                stats[slot, :, 0] = g.normal(0, 20, slot_rows)
-                stats[slot, :, 1] = g.random(slot_rows) + 0.1
+                stats[slot, ..., 0] = g.normal(0, 20, (slot_rows, parts))
+                stats[slot, ..., 1] = g.random((slot_rows, parts)) + 0.1
                 no_keys = g.random(slot_rows) < 0.2
                 stats[slot, no_keys], partial[slot, no_keys] = (-1e30, 0.0), 0.0
     assert slots
@@ -326,21 +330,22 @@ def check_combined(kernel, params, by_cta, rows, dim, warps, width, seed, must_b
     for (b, item, cta), own_slots in slots.items():
         of_item = (columns["b"] == b) & (columns["item"] == item)
         own = columns[of_item & (columns["cta"] % width == cta)]
-        m, n = (stats[own_slots, :, i].astype(np.float64) for i in (0, 1))
+        m, n = (stats[own_slots, ..., i].astype(np.float64) for i in (0, 1))
         top = np.where(n > 0, m, -1e30).max(0)
         factors = np.where(n > 0, np.exp2(m - top), 0.0)
-        expected = np.einsum("sr,srd->rd", factors, partial[own_slots].astype(np.float64))
+        of_columns = factors.repeat(dim // parts, -1)
+        expected = (of_columns * partial[own_slots].astype(np.float64)).sum(0)
         row, column = own["row"], own["column"]
         tolerance = 1e-5 * len(own_slots)
         np.testing.assert_allclose(own["x"], expected[row, column], atol=tolerance)
         np.testing.assert_allclose(own["y"], expected[row, column + 1], atol=tolerance)
         total = (factors * n).sum(0)
         inverse = np.divide(1.0, total, out=np.zeros_like(total), where=total > 0)
-        np.testing.assert_allclose(own["inverse"], inverse[row], rtol=1e-5)
+        np.testing.assert_allclose(own["inverse"], inverse[row, column * parts // dim], rtol=1e-5)
         of_item = (ends["b"] == b) & (ends["item"] == item)
         end = ends[of_item & (ends["cta_in_group"] == cta)]
-        np.testing.assert_allclose(end["total"], total[end["row"]], rtol=1e-5)
-        assert (end["m2"] == top.astype(np.float32)[end["row"]]).all()
+        np.testing.assert_allclose(end["total"], total[end["row"], 0], rtol=1e-5)
+        assert (end["m2"] == top.astype(np.float32)[end["row"], 0]).all()
         pieces = np.bincount(own["cta"]) // 32  # of 64 columns of a row, by each CTA
         assert pieces.max() == -(-rows * (dim // 64) // (len(own_slots) - 1 + are_cut_alike))
 

@@ -111,6 +111,22 @@ def test_rows_divided_into_many_parts(heads, length):
         assert all(torch.equal(a, b) for a, b in zip(result, attend(*case)))
 
 
+@pytest.mark.parametrize(
+    "dtype, largest", [(torch.bfloat16, 1e30), (torch.bfloat16, 1e-20), (torch.float16, 1e3)]
+)
+def test_parts_keep_columns_of_any_size(dtype, largest):
+    """Partial results have a common exponent for half a row, and columns of a millionth of it."""
+    q, k, cache, lens = draw([5000, 5000], 64, page=0, dtype=dtype)
+    sizes = torch.logspace(-6 if dtype == torch.bfloat16 else -4, 0, 576, device="cuda") * largest
+    q, k = (q.double() / sizes).to(dtype), (k.double() * sizes).to(dtype)
+    out, _ = attend(q, k, cache, lens)
+    for b in range(2):
+        keys = k[b, 0].double()
+        expected = (q[b, :, 0].double() @ keys.T * 576**-0.5).softmax(-1) @ keys[:, :512]
+        errors = (out[b, :, 0].double() - expected).norm(dim=0) / expected.norm(dim=0)
+        assert errors.max() < 2e-2, (b, int(errors.argmax()), float(errors.max()))
+
+
 def test_rescaling_by_every_tile():
     """Scores grow from tile to tile, so that every tile raises the running maximum."""
     q, k, cache, lens = draw([4000, 3999], 64, page=0)

@@ -23,6 +23,7 @@ class DecodeConfig:
     scales: int = 0  # one of the constants of `types`
 
     merge_threads = 256
+    partial_bytes, stats_per_row = 4, 1  # of an element of a partial result; as in the kernel
 
     @property
     def threads(self) -> int:
@@ -105,6 +106,7 @@ class MlaConfig:
     threads, merge_threads = 384, 512
     rows = 64
     block_n = 64
+    partial_bytes, stats_per_row = 2, 2  # as in DecodeConfig
 
     @property
     def shared_bytes(self) -> int:

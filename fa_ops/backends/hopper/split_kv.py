@@ -100,8 +100,8 @@ class SplitKvFamily:
         # partial sums and statistics of each CTA's first and last work item, then lse if the call
         # does not return it (a returned lse is a tensor of its own: it would keep the workspace)
         rows = 2 * self.ctas * config.rows
-        self.stats_offset = rows * config.value_dim * 4
-        self.lse_offset = self.stats_offset + rows * 8
+        self.stats_offset = rows * config.value_dim * config.partial_bytes
+        self.lse_offset = self.stats_offset + rows * config.stats_per_row * 8
         self.workspace = (self.lse_offset + B * Hq * Sq * 4,), (1,), torch.uint8
         self.params = Params(params)
 

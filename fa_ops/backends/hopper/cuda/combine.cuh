@@ -9,8 +9,9 @@
 // factor that normalises it; write_columns(p, row, column, x, inverse), for two columns; and
 // replace_columns(p, split, row, column), which computes two columns of a row exactly in each lane. Its
 // parameters hold `partial` (2 * CTAs, ROWS, VALUE_DIM), the weighted sums of values relative to the maxima,
-// and `partial_stats` (2 * CTAs, ROWS), a maximum in log2 units and a sum of weights for each row. Each 64
-// columns of a row of `partial` are 32 pairs. The kernel's partial_column(p, i) is the first column of pair
+// and `partial_stats` (2 * CTAs, ROWS, stats_per_row(p)), a maximum in log2 units and a sum of weights for
+// each of a row's stats_per_row(p) equal parts. Each 64 columns of a row of `partial` are 32 pairs: each a
+// float2, or a u32 with two numbers of float16. The kernel's partial_column(p, i) is the first column of pair
 // i.
 #pragma once
 #include "exact_row.cuh"
@@ -27,32 +28,37 @@ DEVICE int own_slot(const Split& t) { return blockIdx.x * 2 + (t.flags & SECOND_
 
 constexpr int SEGMENTS = VALUE_DIM / 64;  // per row, of 64 columns each
 
+DEVICE float2 unpack_partial(float2 x) { return x; }
+DEVICE float2 unpack_partial(u32 x) { return unpack_halves(x); }
+
 // Merges segments of an item: segment `first` and every `step`-th one after it. Executed by one warp, which
 // reads SPLITS splits of 32 / SPLITS segments at a time; each lane reads the statistics of one. An item may
 // have more splits only if SPLITS is 32. The order of the additions does not depend on which warp merges.
 // Returns whether this lane has found a sum that is not finite.
-template <int SPLITS, class Params>
-DEVICE bool combine_rows(const Params& p, const Split& t, int first, int step) {
+template <int SPLITS, class Params, class Pair>
+DEVICE bool combine_rows(const Params& p, const Pair* partial, const Split& t, int first, int step) {
   constexpr int ITEMS = 32 / SPLITS;
   bool is_unusable = false;
   const int lane = threadIdx.x & 31, segments = packed_rows(p) * SEGMENTS;
 #pragma unroll 1
   for (int i = first; i < segments; i += step * ITEMS) {
-    const int own_segment = i + lane / SPLITS * step,
-              own = min(own_segment, segments - 1) / SEGMENTS;  // the row whose statistics this lane reads
+    const int own_segment = i + lane / SPLITS * step,  // whose statistics this lane reads
+        existing = min(own_segment, segments - 1), own = existing / SEGMENTS;
     float max2 = UNINITIALISED_MAX, total = 0.f;
     float2 x[ITEMS] = {};
 #pragma unroll 1
     for (int split = 0; split < (SPLITS < 32 ? SPLITS : t.splits); split += SPLITS) {
-      float2 stats = make_float2(UNINITIALISED_MAX, 0.f), y[ITEMS][SPLITS];
+      float2 stats = make_float2(UNINITIALISED_MAX, 0.f);
+      Pair y[ITEMS][SPLITS];
       if (split + lane % SPLITS < t.splits)
-        stats = __ldcg(p.partial_stats + slot_of(p, t, split + lane % SPLITS) * ROWS + own);
+        stats = __ldcg(p.partial_stats + slot_of(p, t, split + lane % SPLITS) * (ROWS * stats_per_row(p)) +
+                       existing / (SEGMENTS / stats_per_row(p)));
 #pragma unroll
       for (int j = 0; j < SPLITS; j++) {
-        const float2* from = p.partial + slot_of(p, t, split + j) * (ROWS * VALUE_DIM / 2) + lane;
+        const Pair* from = partial + slot_of(p, t, split + j) * (ROWS * VALUE_DIM / 2) + lane;
 #pragma unroll
         for (int k = 0; k < ITEMS; k++) {
-          y[k][j] = make_float2(0.f, 0.f);
+          y[k][j] = Pair();
           if (split + j < t.splits && i + k * step < segments) y[k][j] = __ldcg(from + (i + k * step) * 32);
         }
       }
@@ -72,7 +78,8 @@ DEVICE bool combine_rows(const Params& p, const Split& t, int first, int step) {
 #pragma unroll
         for (int j = 0; j < SPLITS; j++) {
           const float f = __shfl_sync(~0u, factor, k * SPLITS + j);
-          x[k].x += y[k][j].x * f, x[k].y += y[k][j].y * f;
+          const float2 sums = unpack_partial(y[k][j]);
+          x[k].x += sums.x * f, x[k].y += sums.y * f;
         }
       }
     }
@@ -105,10 +112,10 @@ template <class Params> DEVICE void combine_splits(const Params& p) {
             slice = iterator.cta_group - t.first_group - first_slice,
             first = slice + warp_uniform(threadIdx.x / 32) * slices, step = warps * slices;
   bool is_unusable;
-  if (t.splits <= 2) is_unusable = combine_rows<2>(p, t, first, step);
-  else if (t.splits <= 4) is_unusable = combine_rows<4>(p, t, first, step);
-  else if (t.splits <= 8) is_unusable = combine_rows<8>(p, t, first, step);
-  else is_unusable = combine_rows<32>(p, t, first, step);
+  if (t.splits <= 2) is_unusable = combine_rows<2>(p, p.partial, t, first, step);
+  else if (t.splits <= 4) is_unusable = combine_rows<4>(p, p.partial, t, first, step);
+  else if (t.splits <= 8) is_unusable = combine_rows<8>(p, p.partial, t, first, step);
+  else is_unusable = combine_rows<32>(p, p.partial, t, first, step);
   if (__any_sync(~0u, is_unusable)) {
     t = WorkIterator<Params>(p).split();  // computed again here to save registers until now
 #pragma unroll 1

@@ -56,6 +56,7 @@ DEVICE int kv_head(const DecodeParams& p, const Split& t) {
   return SHARES_TOKENS ? t.item * p.width + blockIdx.x % (u32)p.width : t.item;
 }
 DEVICE int packed_rows(const DecodeParams& p) { return p.group * p.Sq; }
+DEVICE int stats_per_row(const DecodeParams&) { return 1; }
 DEVICE int partial_column(const DecodeParams&, int pair) { return pair * 2; }
 
 // Whole items, if all have the same length and no CTA gets more than one tile beyond its share: then nothing

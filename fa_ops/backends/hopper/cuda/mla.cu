@@ -14,6 +14,7 @@
 #include "gathered_keys.cuh"
 #include "mla_params.cuh"
 #include "named_barriers.cuh"
+#include "partial_halves.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
@@ -488,16 +489,13 @@ struct MlaConsumer {
   // Whether no row of this warp exists.
   DEVICE bool is_padding() const { return warp * 16 >= packed_rows(p); }
 
-  // Writes the output of a split, in the order of `partial_column`.
-  DEVICE void write_partial(const Split& t) const {
+  // Writes the output of a split, scaled down by powers of two, in the order of `partial_column`.
+  DEVICE void write_partial(const Split& t, const int (&exponents)[2]) const {
     if (is_padding()) return;
-    float2* to =
-        p.partial + ((own_slot(t) * ROWS + row) * VALUE_DIM + w * (VALUE_DIM / 2)) / 2 + (lane & 3) * 2;
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i += 8) {
-      *(float4*)(to + i) = make_float4(o[i], o[i + 1], o[i + 4], o[i + 5]);
-      *(float4*)(to + i + 8 * (VALUE_DIM / 2)) = make_float4(o[i + 2], o[i + 3], o[i + 6], o[i + 7]);
-    }
+    u32* to =
+        p.partial + ((own_slot(t) * ROWS + row) * VALUE_DIM + w * (VALUE_DIM / 2)) / 2 + (lane & 3) * 4;
+    write_halves<0>(o, power_of_two(-exponents[0]), to);
+    write_halves<1>(o, power_of_two(-exponents[1]), to + 8 * (VALUE_DIM / 2));
   }
 
   DEVICE void finish(const Split& t, int parity) {
@@ -506,7 +504,11 @@ struct MlaConsumer {
               other = of_rows + (1 - w) * ROWS * 4;
     if ((lane & 3) == 0) store_shared(own, softmax.sum0), store_shared(own + 32, softmax.sum1);
     named_barrier_arrive(MLA_SUMS + w, 256);
-    if (t.splits > 1) write_partial(t);
+    int exponents[2];
+    if (t.splits > 1) {
+      exponents[0] = partial_exponent<0>(o), exponents[1] = partial_exponent<1>(o);
+      write_partial(t, exponents);
+    }
     named_barrier_sync(MLA_SUMS + 1 - w, 256);
     const float maxima[2] = {softmax.max0 * p.scale_log2, softmax.max1 * p.scale_log2};
     const float sums[2] = {softmax.sum0 + load_shared<float>(other),
@@ -517,10 +519,11 @@ struct MlaConsumer {
       if (unusable) replace_rows(t, unusable);
       return;
     }
-    if (w == 0 && (lane & 3) == 0 && !is_padding()) {
-      float2* to = p.partial_stats + own_slot(t) * ROWS + row;
-      to[0] = make_float2(maxima[0], sums[0]), to[8] = make_float2(maxima[1], sums[1]);
-    }
+    if ((lane & 3) == 0 && !is_padding())
+#pragma unroll
+      for (int r = 0; r < 2; r++)  // the weights are scaled down like the output
+        p.partial_stats[((own_slot(t) * ROWS + row) + 8 * r) * 2 + w] =
+            make_float2(maxima[r] + (float)exponents[r], sums[r] * power_of_two(-exponents[r]));
   }
 
   DEVICE void run() {

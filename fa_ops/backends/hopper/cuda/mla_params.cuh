@@ -8,8 +8,8 @@ struct MlaParams {
   TensorMap q, k;
   Element* out;                    // (B, Sq, Hq, VALUE_DIM)
   float* lse;                      // (B, Hq, Sq)
-  float2* partial;                 // (2 * CTAs, ROWS, VALUE_DIM / 2), see combine.cuh
-  float2* partial_stats;           // (2 * CTAs, ROWS)
+  u32* partial;                    // (2 * CTAs, ROWS, VALUE_DIM / 2) pairs of float16, see combine.cuh
+  float2* partial_stats;           // (2 * CTAs, ROWS, 2), for each consumer's half of the values
   const int* kv_lens;              // (B,) or null
   const int* table;                // (B, table_stride) or null
   int B, Hq, Sq, Sk;               // Sk: capacity of the cache
@@ -29,9 +29,10 @@ DEVICE BatchRow batch_row(const MlaParams& p, int b) {
 DEVICE int items_per_row(const MlaParams& p) { return p.items; }
 DEVICE int group_width(const MlaParams& p) { return p.width; }
 DEVICE int packed_rows(const MlaParams& p) { return p.tokens * p.heads; }
-// A lane holds pairs of columns that are 8 apart, and writes two at a time.
+DEVICE int stats_per_row(const MlaParams&) { return 2; }
+// A lane holds pairs of columns that are 8 apart, and writes four at a time.
 DEVICE int partial_column(const MlaParams&, int pair) {
-  return (pair >> 3) * 16 + (pair & 1) * 8 + (pair >> 1 & 3) * 2;
+  return (pair >> 4) * 32 + (pair & 3) * 8 + (pair >> 2 & 3) * 2;
 }
 // The number of tiles that are attended in the time in which the results of a split are written.
 DEVICE int tiles_per_write(const MlaParams& p) { return (packed_rows(p) + 32) / 64; }
