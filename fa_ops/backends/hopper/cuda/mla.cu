@@ -542,6 +542,21 @@ struct MlaConsumer {
   }
 };
 
+// Brings the lengths and the page table to the L2 cache. They are read one after the other, and the first
+// keys wait for both. All CTAs share the work: each lane prefetches a line of each at most. Executed by one
+// warp. The prior grid may still write them, also to the L2 cache.
+DEVICE void prefetch_tables([[maybe_unused]] const MlaParams& p) {
+  constexpr u32 LINE = 128 / sizeof(int);
+  [[maybe_unused]] const u32 i = blockIdx.x * 32 + (threadIdx.x & 31);
+#if HAS_KV_LENS
+  if (i * LINE < (u32)p.B) prefetch_l2(p.kv_lens + i * LINE);
+#endif
+#if IS_PAGED
+  const u32 pages = (u32)p.Sk / (u32)p.page, lines = (pages + LINE - 1) / LINE, b = i / lines;
+  if (b < (u32)p.B) prefetch_l2(p.table + (long long)b * p.table_stride + (i - b * lines) * LINE);
+#endif
+}
+
 #if ENTRY_mla
 extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__ MlaParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -557,6 +572,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
     mbar_init_fence();
     prefetch_tensor_map(p.q), prefetch_tensor_map(p.k);
   }
+  if (warp_uniform(threadIdx.x / 32) == 1) prefetch_tables(p);
   if (packed_rows(p) < ROWS) clear_queries(sm.q, TILE_BYTES);
   __syncthreads();
   wait_for_prior_grid(), launch_dependent_grids();

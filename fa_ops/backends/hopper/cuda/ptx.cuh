@@ -230,6 +230,8 @@ DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "m
 DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory");
 }
+// Has the line that holds an address brought to the L2 cache.
+DEVICE void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory"); }
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
