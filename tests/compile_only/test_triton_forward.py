@@ -48,7 +48,7 @@ def compiled(arch, D, spec, dtype=torch.bfloat16, packed=False, Dv=None):
     strides = q.stride()[:3] * 2 + v.stride()[:3]
     values, kind = arguments.arguments(spec, B, Hq, S, S, D)
     ends = (meta(B + 1, dtype=torch.int32),) * 2 if packed else (None, None)
-    args = (q, q, v, v, lse, *strides, B, Hq, 1, S, S, *values, *ends)
+    args = (q, q, v, v, lse, *strides, B, Hq, 1, S, S, *values, *ends, None, 0, 0)
     tile = forward_tile(arch, dtype, max(D, Dv or D), kind)
     divisors = arguments.Layout(True, False).divisors("qkv", dtype) | kind.divisors()
     return launch.compile_kernel(

@@ -9,6 +9,7 @@ from fa_ops import dispatch
 from fa_ops.backends import cpu, reference, triton
 from fa_ops.backends.triton import launch
 from fa_ops.call import CACHED, Call
+from fa_ops.testing import broken_caches
 from fa_ops.testing.caches import CacheCase, assert_cache_close, call
 
 cached = importlib.import_module("fa_ops.backends.triton.cached")
@@ -39,24 +40,54 @@ def kernel_of(q, k, v, cache, spec):
 @pytest.fixture
 def dense(monkeypatch):
     """Calls of the forward kernel."""
-    calls, real = [], cached.forward
-    monkeypatch.setattr(cached, "forward", lambda *args: calls.append(args) or real(*args))
+    calls = []
+    for name in ("forward", "paged_forward"):
+        real = getattr(cached, name)
+        call = lambda *args, real=real: calls.append(args) or real(*args)  # noqa: E731
+        monkeypatch.setattr(cached, name, call)
     return calls
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_a_contiguous_cache_is_attended_by_the_forward_kernel(name, dense):
-    case = CacheCase(**MANY | FEATURES[name])
+# blocks of 32 keys are parts of pages of 64, and have several smaller ones
+PAGES = [("full", 16), ("no keys", 64), ("append", 64), ("append and turn", 5), ("options", 64)]
+PAGES += [("causal, a row of fewer keys than queries", 5)]
+
+
+@pytest.mark.parametrize("name, page_size", [(name, 0) for name in FEATURES] + PAGES)
+def test_a_cache_is_attended_by_the_forward_kernel(name, page_size, dense):
+    case = CacheCase(**MANY | FEATURES[name], page_size=page_size)
     assert_cache_close(case, "triton")
     assert len(dense) == 1 and kernel_of(*case.fresh()).endswith("forward")
+
+
+@pytest.mark.parametrize("page_size", [32, 8])
+def test_pages_that_do_not_exist_are_not_attended(page_size):
+    case = CacheCase(**MANY, page_size=page_size, is_causal=True, lens=(90, 70))
+    q, k, v, cache, spec = case.fresh()
+    cache.page_table[0, 1], cache.page_table[1, 0] = -1, 10**6
+    valid, spec2, present = broken_caches.valid_call(k, v, cache, spec)
+    attend = broken_caches.attend_present(present, reference.dense)
+    caches = broken_caches.with_spare_page(k, v, valid)
+    expected = reference.cached(q, *caches, valid, spec2, attend)
+    for x, y in zip(cached.cache_forward(q, k, v, cache, spec), expected):
+        torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("poison", ["nan key", "inf value", "nan value"])
+@pytest.mark.parametrize("page_size", [64, 16])
+def test_invalid_numbers_in_pages_change_only_what_attends_them(page_size, poison, dense):
+    case = CacheCase(**MANY, page_size=page_size, is_causal=True, poison=poison)
+    assert_cache_close(case, "triton")
+    assert len(dense) == 1
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"Sq": 16}, {"Sq": 63}, {"Hq": 30}, {"page_size": 16}, {"num_splits": 2},
+        {"Sq": 16}, {"Sq": 63}, {"Hq": 30}, {"num_splits": 2},
         {"batch_invariant": True}, {"unified_max": 1.0}, {"ranges": True},
-        {"fp8": True, "dtype": torch.float16},
+        {"fp8": True, "dtype": torch.float16}, {"fp8": True, "page_size": 16},
+        {"page_size": 16, "D": 20, "dtype": torch.float16},  # rows of 40 bytes
     ],
     ids=str,
 )  # fmt: skip

@@ -1,13 +1,15 @@
-"""Attention over a key-value cache: append, then the forward kernel for many queries of a
-contiguous cache, and the decoding kernels for all other calls."""
+"""Attention over a key-value cache: append, then the forward kernel for many queries, and the
+decoding kernels for all other calls."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from fa_ops.backends.triton import decode
+from fa_ops.backends.triton.alignment import needs_copies
+from fa_ops.backends.triton.arguments import Layout
 from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache
-from fa_ops.backends.triton.forward import forward
+from fa_ops.backends.triton.forward import forward, paged_forward
 from fa_ops.call import CACHED, Call, Run
 from fa_ops.geometry import is_prefill
 from fa_ops.types import MAX_HEAD_DIM, Cache, Spec
@@ -22,7 +24,10 @@ def cache_forward(
         return decode.cache_forward(q, k, v, cache, spec)
     if call.writes_cache:
         q = _append(q, k, v, cache, spec)
-    return forward(q, k, v, call.without_new().spec)
+    spec = call.without_new().spec
+    if cache.page_table is None:
+        return forward(q, k, v, spec)
+    return paged_forward(q, decode.Memory.of(k, v, cache), spec)
 
 
 def attends_whole_rows(call: Call) -> bool:
@@ -30,9 +35,17 @@ def attends_whole_rows(call: Call) -> bool:
     q, k, v, cache = call.query, call.key, call.value, call.cache
     if cache.num_splits or cache.batch_invariant or cache.unified_max is not None:
         return False
-    if cache.page_table is not None or k.dtype != q.dtype or call.spec.key_ranges is not None:
+    if k.dtype != q.dtype or call.spec.key_ranges is not None or not is_prefill(q):
         return False
-    return is_prefill(q) and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
+    if cache.page_table is not None and _needs_copies(q, k, v):
+        return False
+    return max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
+
+
+def _needs_copies(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the forward kernel would need copies of all pages."""
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    return needs_copies(Layout.of(q, k, v, strides), q.dtype, q.shape[3], v.shape[3])
 
 
 def prepare_append(call: Call) -> Run:

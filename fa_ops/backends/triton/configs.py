@@ -24,12 +24,15 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
 
 
-def forward_tile(arch: int, dtype: torch.dtype, head_dim: int, kind: Class) -> Tile:
+def forward_tile(
+    arch: int, dtype: torch.dtype, head_dim: int, kind: Class, page: int = 0
+) -> Tile:
     """The forward tile for a GPU of capability `arch` and the larger of D and Dv."""
-    # more work between the products than masks by position
-    heavy = kind.dropout is not None or not kind.fold or kind.mask is not None
     table = _FORWARD_FP32 if dtype == torch.float32 else _FORWARD[_family(arch)]
-    return table[max(64, padded(head_dim))][heavy]
+    plain, other = table[max(64, padded(head_dim))]
+    # more work between the products than masks by position, or addresses for each key
+    heavy = kind.dropout is not None or not kind.fold or kind.mask is not None
+    return other if heavy or page % plain.block_n else plain
 
 
 def _family(arch: int) -> str:

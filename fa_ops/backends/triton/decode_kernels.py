@@ -28,7 +28,9 @@ from fa_ops.backends.triton.primitives import (
     LOG2E,
     attended,
     has_nonfinite,
+    load_keys,
     natural,
+    pages_of,
     replace_nonfinite,
     saturated,
     tanh,
@@ -256,15 +258,6 @@ def in_units_of(x, top):
 
 
 @triton.jit
-def load_keys(at, there, cols, D: tl.constexpr, PACK: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows of keys or values, 0 beyond D, whose padded size is WIDTH."""
-    keep = there[:, None]
-    if D < WIDTH:
-        keep = keep & (cols * PACK < D)[None, :]
-    return tl.load(at[:, None] + cols[None, :], mask=keep, other=0)
-
-
-@triton.jit
 def unpacked(x):
     """Convert the e4m3 numbers in the low and high bytes of int16 to two fp16 tiles."""
     if BITWISE:  # for the interpreter; NaN becomes 480
@@ -284,14 +277,6 @@ def unpacked(x):
         "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
     )  # fmt: skip
     return low, high
-
-
-@triton.jit
-def pages_of(table, n0, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
-    """Page numbers of keys n0 ... n0 + BLOCK_N - 1, -1 from `end` on."""
-    steps = tl.arange(0, BLOCK_N)
-    pages = n0 // PAGE + steps // PAGE if BLOCK_N % PAGE == 0 else (n0 + steps) // PAGE
-    return tl.load(table + pages, mask=n0 + steps < end, other=-1)
 
 
 @triton.jit

@@ -30,13 +30,29 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     if needs_copies(layout, q.dtype, D, Dv):
         out, lse = forward(*aligned(q, k, v), scaled(spec, D))
         return narrowed(out, Dv), lse
-    row = Hq * Dv
-    device = q.get_device()
+    return _attend(q, k, v, Hkv, Sk, strides, layout, spec)
+
+
+def paged_forward(q: Tensor, memory: Memory, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The same of a cache that consists of pages, whose rows must be aligned."""
+    m = memory
+    strides = (*q.stride()[:3], *m.strides)
+    layout = Layout.of(q, m.key, m.value, strides)
+    return _attend(q, m.key, m.value, m.Hkv, m.capacity, strides, layout, spec, m.table, m.page)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, Hkv: int, Sk: int, strides: tuple[int, ...], layout: Layout,
+    spec: Spec, table: Tensor | None = None, page: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B, Hq, Sq, D = q.shape
+    Dv, row, device = v.shape[3], Hq * v.shape[3], q.get_device()
     out = empty((B, Hq, Sq, Dv), (Sq * row, Dv, row, 1), q.dtype, device)
     lse = empty((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device)
     values, kind = arguments(spec, B, Hq, Sq, Sk, D)
-    rest = (*strides, B, Hq, Hq // Hkv, Sq, Sk, *values, None, None)
-    launch, block_m = _find((q, k, v, out, lse), rest, layout, kind, D, Dv, False)
+    pages = (None, 0, 0) if table is None else (table, table.stride(0), k.shape[0])
+    rest = (*strides, B, Hq, Hq // Hkv, Sq, Sk, *values, None, None, *pages)
+    launch, block_m = _find((q, k, v, out, lse), rest, layout, kind, D, Dv, False, page)
     args = (address(q), address(k), address(v), address(out), address(lse), *rest)
     launch((-(-Sq // block_m) * Hq * B, 1, 1), args)
     return out, lse
@@ -60,7 +76,7 @@ def varlen_forward(
     out = empty((Tq, Hq, Dv), (Hq * Dv, Dv, 1), q.dtype, device)
     lse = empty((Hq, Tq), (Tq, 1), torch.float32, device)
     values, kind = arguments(spec, B, Hq, Tq, Tk, D)
-    rest = (*strides, B, Hq, Hq // Hkv, Tq, Tk, *values, cu_q, cu_k)
+    rest = (*strides, B, Hq, Hq // Hkv, Tq, Tk, *values, cu_q, cu_k, None, 0, 0)
     launch, block_m = _find((q, k, v, out, lse), rest, layout, kind, D, Dv, True)
     args = (address(q), address(k), address(v), address(out), address(lse), *rest)
     launch(((Tq // block_m + B + 2) * Hq, 1, 1), args)
@@ -68,17 +84,18 @@ def varlen_forward(
 
 
 def _find(
-    tensors: tuple, rest: tuple, layout: Layout, kind: Class, D: int, Dv: int, packed: bool
+    tensors: tuple, rest: tuple, layout: Layout, kind: Class, D: int, Dv: int, packed: bool,
+    page: int = 0,
 ) -> tuple[Launch, int]:
     """The launch for these arguments (compiled on first use) and its number of rows per block."""
     q = tensors[0]
     dtype = q.dtype
-    key = (dtype, D, Dv, packed, layout, kind, precision(dtype), q.get_device())
+    key = (dtype, D, Dv, packed, page, layout, kind, precision(dtype), q.get_device())
     found = _launches.get(key)
     if found is None:
-        tile = forward_tile(architecture(q.device), dtype, max(D, Dv), kind)
+        tile = forward_tile(architecture(q.device), dtype, max(D, Dv), kind, page)
         launch = bind(
-            forward_kernel, (*tensors, *rest), constants(tile, D, Dv, kind, dtype), tile.options(),
+            forward_kernel, (*tensors, *rest), constants(tile, D, Dv, kind, dtype, page), tile.options(),
             device=q.device, divisors=layout.divisors("qkv", dtype) | kind.divisors(),
             fixed=kind.fixed(), wide=layout.wide,
         )  # fmt: skip
@@ -86,7 +103,9 @@ def _find(
     return found
 
 
-def constants(tile: Tile, D: int, Dv: int, kind: Class, dtype: torch.dtype) -> dict[str, Any]:
+def constants(
+    tile: Tile, D: int, Dv: int, kind: Class, dtype: torch.dtype, page: int = 0
+) -> dict[str, Any]:
     """The kernel's constexpr parameters."""
     return {
         "D": D,
@@ -98,4 +117,6 @@ def constants(tile: Tile, D: int, Dv: int, kind: Class, dtype: torch.dtype) -> d
         "FOLD": kind.fold,
         "EXTREME": kind.extreme,
         "PRECISION": precision(dtype),
+        "PAGE": page,
+        "GATHERED": page % tile.block_n != 0,
     }

@@ -23,11 +23,13 @@ from fa_ops.backends.triton.primitives import (
     has_nonfinite,
     is_masked,
     key_bounds,
+    load_keys,
     load_ranges,
     load_rows,
     load_tile,
     natural,
     opaque,
+    page_of,
     positions,
     replace_nonfinite,
     scores,
@@ -67,9 +69,10 @@ def attend_block(
     tokens, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, blocks,
     blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes, slopes_stride_b, sinks,
     kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
-    window_left, window_right, PACKED: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FOLD: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    window_left, window_right, table, table_stride, pages, PACKED: tl.constexpr, D: tl.constexpr,
+    Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLD: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
+    GATHERED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attention of rows m0 ... m0 + BLOCK_M - 1 of a head; `tokens` is the row length of lse.
 
@@ -90,8 +93,9 @@ def attend_block(
     else:
         inside = True
         q += b * q_stride_b
-        k += b * k_stride_b
-        v += b * v_stride_b
+        if PAGE == 0:
+            k += b * k_stride_b
+            v += b * v_stride_b
     q += h * q_stride_h
     k += h // group * k_stride_h
     v += h // group * v_stride_h
@@ -141,13 +145,18 @@ def attend_block(
         tiles, listed, last_tile, begin, end = walk_keys(
             blocks, blocks_rows, blocks_columns, m0, Sk, lo, hi, IS_BOUNDED, BLOCK_N
         )
-    else:
+    elif PAGE == 0:
         k += tl.cast(lo, tl.int64) * k_stride_s
         v += tl.cast(lo, tl.int64) * v_stride_s
+    # pages are loaded one block ahead, so that keys do not wait for them
+    if PAGE > 0:
+        table += b * table_stride
+        steps = tl.arange(0, BLOCK_N) if GATHERED else 0
+        page = page_of(table, lo + steps, hi, PAGE)
     k_step = tl.cast(k_stride_s * BLOCK_N, tl.int64)
     v_step = tl.cast(v_stride_s * BLOCK_N, tl.int64)
     for n0 in tl.range(begin, end, STEP, num_stages=1 if EXACT else None):
-        k_at, v_at, is_mixed = k, v, True
+        k_at, v_at, is_mixed, end = k, v, True, hi
         if blocks is not None:
             n0, is_mixed = block_of_step(tiles, listed, last_tile, n0, BLOCK_N)
             k_at += tl.cast(n0, tl.int64) * k_stride_s
@@ -157,7 +166,20 @@ def attend_block(
         above = low
         if low is not None:
             above = low - n0
-        kt = load_rows(k_at, k_stride_s, above, hi - n0, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D)
+        if PAGE > 0:
+            exists = (page >= 0) & (page < pages)
+            slot = ((n0 + steps) % PAGE).to(tl.int64)
+            k_at = k + page.to(tl.int64) * k_stride_b + slot * k_stride_s
+            v_at = v + page.to(tl.int64) * v_stride_b + slot * v_stride_s
+            page = page_of(table, n0 + BLOCK_N + steps, hi, PAGE)
+            if not GATHERED:
+                end = tl.where(exists, hi, n0)
+        if GATHERED:
+            kt = load_keys(k_at, exists, tl.arange(0, BLOCK_D), D, 1, BLOCK_D)
+        else:
+            kt = load_rows(
+                k_at, k_stride_s, above, end - n0, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D
+            )
         s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
         if not FOLD:
             s, _ = scores(
@@ -170,9 +192,16 @@ def attend_block(
                     s, i, j, Sq, limit, mask, mask_stride_q, mask_stride_k, True, EXACT,
                     1.0 if EXACT else LOG2E,
                 )  # fmt: skip
-        if (n0 < full_lo) | (n0 >= full_hi):
+        is_edge = (n0 < full_lo) | (n0 >= full_hi)
+        if PAGE > 0 and not GATHERED:
+            is_edge = is_edge | (end == n0)
+        if is_edge:
             keep = attended(i, j, shift, limit, window_left, window_right, first, last)
+            if PAGE > 0 and not GATHERED:
+                keep = keep & exists
             s = tl.where(keep, s, float("-inf"))
+        if GATHERED:
+            s = tl.where(exists[None, :], s, float("-inf"))
         if EXACT:
             m_new = tl.maximum(m, tl.max(s, 1))
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -190,15 +219,18 @@ def attend_block(
         if rows is not None:
             p = tl.where(dropout_keep(rows, j, threshold), p, 0.0)
         acc = acc * alpha[:, None]
-        vt = load_rows(
-            v_at, v_stride_s, above, hi - n0, Dv, BLOCK_N, BLOCK_DV, True, Dv == BLOCK_DV
-        )
+        if GATHERED:
+            vt = load_keys(v_at, exists, tl.arange(0, BLOCK_DV), Dv, 1, BLOCK_DV)
+        else:
+            vt = load_rows(
+                v_at, v_stride_s, above, end - n0, Dv, BLOCK_N, BLOCK_DV, True, Dv == BLOCK_DV
+            )
         if EXACT:
             vt, nonfinite = replace_nonfinite(vt)
             found = (p != 0.0) & nonfinite[None, :]
             poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
         acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION)
-        if blocks is None:
+        if blocks is None and PAGE == 0:
             k += k_step
             v += v_step
     if EXACT:
@@ -254,9 +286,10 @@ def forward_kernel(
     slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    table, table_stride: tl.int64, pages: tl.int32,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PAGE: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
     """Attention of one block of rows of a head.
 
@@ -266,6 +299,10 @@ def forward_kernel(
     numbers of tokens, and the grid is Hq * (Sq // BLOCK_M + batch + 2) instead of
     batch * Hq * cdiv(Sq, BLOCK_M). scale, cap, slopes and masks as in `primitives.scores`, except
     that slopes and sinks are the caller's. FOLD: scores are products times a positive scale.
+
+    With PAGE, k is (pages, PAGE, Hkv, D) by strides, v likewise, and row b of `table` lists the
+    pages of a sequence of up to Sk keys. Keys of a page outside [0, pages) are not attended. GATHERED: a
+    block of keys may have several pages.
     """
     pid = tl.program_id(0)
     PACKED: tl.constexpr = cu_seqlens_q is not None
@@ -282,8 +319,8 @@ def forward_kernel(
         keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
         blocks, blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes,
         slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q,
-        seed, threshold, keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
-        BLOCK_M, BLOCK_N, FOLD, EXTREME, PRECISION, False,
+        seed, threshold, keep_scale, window_left, window_right, table, table_stride, pages, PACKED, D,
+        Dv, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, FOLD, EXTREME, PRECISION, PAGE, GATHERED, False,
     )  # fmt: skip
     if redo:
         # small tiles, and recomputed indices, take no registers from the loop above
@@ -299,6 +336,6 @@ def forward_kernel(
                 mask_stride_q, mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows,
                 blocks_columns, slopes, slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b,
                 ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
-                window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS, EXACT_KEYS, FOLD,
-                EXTREME, PRECISION, True,
+                window_right, table, table_stride, pages, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
+                EXACT_ROWS, EXACT_KEYS, FOLD, EXTREME, PRECISION, PAGE, GATHERED, True,
             )  # fmt: skip

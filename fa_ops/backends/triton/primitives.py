@@ -160,6 +160,32 @@ def store_tile(base, start, stride, limit, width, x, EXACT: tl.constexpr):
     tl.store(tile, x.to(base.dtype.element_ty), mask=keep)
 
 
+# Pages
+
+
+@triton.jit
+def page_of(table, key, end, PAGE: tl.constexpr):
+    """The page number of a key, or of each of several keys; -1 from `end` on."""
+    return tl.load(table + key // PAGE, mask=key < end, other=-1)
+
+
+@triton.jit
+def pages_of(table, n0, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """Page numbers of keys n0 ... n0 + BLOCK_N - 1, -1 from `end` on."""
+    steps = tl.arange(0, BLOCK_N)
+    pages = n0 // PAGE + steps // PAGE if BLOCK_N % PAGE == 0 else (n0 + steps) // PAGE
+    return tl.load(table + pages, mask=n0 + steps < end, other=-1)
+
+
+@triton.jit
+def load_keys(at, there, cols, D: tl.constexpr, PACK: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows of keys or values, 0 beyond D, whose padded size is WIDTH."""
+    keep = there[:, None]
+    if D < WIDTH:
+        keep = keep & (cols * PACK < D)[None, :]
+    return tl.load(at[:, None] + cols[None, :], mask=keep, other=0)
+
+
 # Bounds
 
 
