@@ -16,6 +16,7 @@ from tests.compile_only.sass import SHARED, disassembled, innermost_loop, regist
 
 host = importlib.import_module("fa_ops.backends.triton.decode")
 kernels = importlib.import_module("fa_ops.backends.triton.decode_kernels")
+dequantize = importlib.import_module("fa_ops.backends.triton.dequantize")
 append = importlib.import_module("fa_ops.backends.triton.decode_append")
 
 pytestmark = pytest.mark.skipif(
@@ -159,3 +160,22 @@ def test_keys_and_values_are_prefetched(page, tmp_path):
     loop = innermost_loop(code)
     assert sum(name.startswith("LDGSTS.E.BYPASS.128") for name in loop) == 16
     assert kernel.metadata.shared <= 113 * 1024
+
+
+@pytest.mark.parametrize("page, scales", [(0, 1), (0, 3), (16, 2), (64, 3), (64, 0)])
+@pytest.mark.parametrize("D", [64, 256, 512])
+def test_conversion_of_e4m3(D, page, scales, tmp_path):
+    scale, table = meta(1) if scales else None, meta(B, 8, dtype=torch.int32) if page else None
+    args = (
+        meta(1, dtype=PAIRS), meta(1, dtype=torch.bfloat16), scale, meta(B, dtype=torch.int32),
+        table, table, 64, 64, 64, Hkv, S, 8, 16,
+    )  # fmt: skip
+    for arch in (89, 90):
+        kernel = launch.compile_kernel(
+            dequantize.dequantize_kernel, args, dequantize.constants(D, page, scales),
+            {"num_warps": dequantize.WARPS}, GPUTarget("cuda", arch, 32),
+            divisors=dequantize.ALIGNED,
+        )  # fmt: skip
+        sass.assert_fits(kernel, arch, tmp_path)
+        code = disassembled(kernel.asm["cubin"], tmp_path)
+        assert (code.count("LDG.E.128"), code.count("STG.E.128")) == (2, 4)

@@ -43,17 +43,18 @@ KINDS = {
 }  # fmt: skip
 
 
-def compiled(arch, D, spec, dtype=torch.bfloat16, packed=False, Dv=None):
+def compiled(arch, D, spec, dtype=torch.bfloat16, packed=False, Dv=None, page=0):
     q, v, lse = meta(B, Hq, S, D, dtype=dtype), meta(B, Hq, S, Dv or D, dtype=dtype), meta(B, Hq, S)
     strides = q.stride()[:3] * 2 + v.stride()[:3]
     values, kind = arguments.arguments(spec, B, Hq, S, S, D)
     ends = (meta(B + 1, dtype=torch.int32),) * 2 if packed else (None, None)
-    args = (q, q, v, v, lse, *strides, B, Hq, 1, S, S, *values, *ends, None, 0, 0)
-    tile = forward_tile(arch, dtype, max(D, Dv or D), kind)
+    pages = (meta(B, 16, dtype=torch.int32), 16, 32) if page else (None, 0, 0)
+    args = (q, q, v, v, lse, *strides, B, Hq, 1, S, S, *values, *ends, *pages)
+    tile = forward_tile(arch, dtype, max(D, Dv or D), kind, page)
     divisors = arguments.Layout(True, False).divisors("qkv", dtype) | kind.divisors()
     return launch.compile_kernel(
-        host.forward_kernel, args, host.constants(tile, D, Dv or D, kind, dtype), tile.options(),
-        GPUTarget("cuda", arch, 32), divisors=divisors, fixed=kind.fixed(),
+        host.forward_kernel, args, host.constants(tile, D, Dv or D, kind, dtype, page),
+        tile.options(), GPUTarget("cuda", arch, 32), divisors=divisors, fixed=kind.fixed(),
     )  # fmt: skip
 
 
@@ -74,6 +75,14 @@ def test_widths_that_differ_fit(dims, tmp_path):
     assert_fits(compiled(90, dims[0], KINDS["causal"], Dv=dims[1]), 90, tmp_path)
 
 
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("arch", [*SHARED])
+def test_pages_fit(arch, page, tmp_path):
+    spec = Spec(is_causal=True, kv_lens=LENGTHS["kv_lens"])
+    for D in (64, 128, 256):
+        assert_fits(compiled(arch, D, spec, page=page), arch, tmp_path)
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_fp32_fits(D, tmp_path):
     for arch in (80, 90):
@@ -82,11 +91,12 @@ def test_fp32_fits(D, tmp_path):
         assert_fits(compiled(arch, D, KINDS["causal"], torch.float32), arch, tmp_path, spills)
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "positions", "packed"])
+@pytest.mark.parametrize("kind", ["full", "causal", "positions", "packed", "page 16", "page 128"])
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_products_on_hopper_are_asynchronous(D, kind, tmp_path):
-    spec = KINDS["causal" if kind == "packed" else kind]
-    kernel = compiled(90, D, spec, packed=kind == "packed")
+    page = int(kind[5:]) if kind.startswith("page ") else 0
+    spec = KINDS["causal" if page or kind == "packed" else kind]
+    kernel = compiled(90, D, spec, packed=kind == "packed", page=page)
     assert_fits(kernel, 90, tmp_path)
     code = disassembled(kernel.asm["cubin"], tmp_path)
     products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")

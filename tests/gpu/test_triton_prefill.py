@@ -39,6 +39,19 @@ def test_head_dims(D, page_size, dtype):
     check(CacheCase(D=D, Dv=D, dtype=dtype, device="cuda", is_causal=True, **shape))
 
 
+@pytest.mark.parametrize("seed", range(36))
+def test_random_e4m3(seed):
+    """Converted before; only bfloat16 has the range of numbers times their scales."""
+    page_size, D = (0, 16, 64, 5)[seed % 4], (64, 128, 96, 256, 192)[seed % 5]
+    case = random_cache_case(
+        seed, dtype=torch.bfloat16, device="cuda", scale=(None, 0.3)[seed // 2 % 2], Hkv=3, Hq=48,
+        page_size=page_size, Sq=(64, 130, 77)[seed % 3], B=3, D=D, Dv=(D, min(D, 128))[seed % 2],
+        token_scales=seed % 3 == 2, page_scales=page_size > 0 and seed % 3 == 1,
+        **READS | {"fp8": True},
+    )  # fmt: skip
+    check(dataclasses.replace(case, S=case.S * (1 + seed % 7)))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -46,4 +59,5 @@ def test_lengths_and_pages_outside_the_cache(page_size, seed, is_causal):
     check(CacheCase(
         B=2, Hq=64, Hkv=2, Sq=64, S=600, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
         page_size=page_size, is_causal=is_causal, broken=True, seed=seed, new=(0, 20)[seed % 2],
+        fp8=seed % 4 > 1,
     ))  # fmt: skip

@@ -1,5 +1,5 @@
 """Attention over a key-value cache: append, then the forward kernel for many queries, and the
-decoding kernels for all other calls."""
+decoding kernels for all other calls. e4m3 caches are converted for the forward kernel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fa_ops.backends.triton import decode
 from fa_ops.backends.triton.alignment import needs_copies
 from fa_ops.backends.triton.arguments import Layout
 from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache
+from fa_ops.backends.triton.dequantize import converts, dequantized
 from fa_ops.backends.triton.forward import forward, paged_forward
 from fa_ops.call import CACHED, Call, Run
 from fa_ops.geometry import is_prefill
@@ -25,6 +26,8 @@ def cache_forward(
     if call.writes_cache:
         q = _append(q, k, v, cache, spec)
     spec = call.without_new().spec
+    if k.dtype != q.dtype:
+        k, v, cache = dequantized(q, k, v, cache, spec.kv_lens)
     if cache.page_table is None:
         return forward(q, k, v, spec)
     return paged_forward(q, decode.Memory.of(k, v, cache), spec)
@@ -35,17 +38,17 @@ def attends_whole_rows(call: Call) -> bool:
     q, k, v, cache = call.query, call.key, call.value, call.cache
     if cache.num_splits or cache.batch_invariant or cache.unified_max is not None:
         return False
-    if k.dtype != q.dtype or call.spec.key_ranges is not None or not is_prefill(q):
+    D, Dv = q.shape[3], v.shape[3]
+    if call.spec.key_ranges is not None or not is_prefill(q) or max(D, Dv) > MAX_HEAD_DIM:
         return False
-    if cache.page_table is not None and _needs_copies(q, k, v):
+    is_converted = k.dtype != q.dtype
+    if is_converted and not converts(q, k, v, cache):
         return False
-    return max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
-
-
-def _needs_copies(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the forward kernel would need copies of all pages."""
+    if cache.page_table is None:
+        return True
+    k, v = (q, q) if is_converted else (k, v)  # converted pages are aligned if their rows are
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    return needs_copies(Layout.of(q, k, v, strides), q.dtype, q.shape[3], v.shape[3])
+    return not needs_copies(Layout.of(q, k, v, strides), q.dtype, D, Dv)  # of all pages
 
 
 def prepare_append(call: Call) -> Run:

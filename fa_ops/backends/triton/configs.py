@@ -24,9 +24,7 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
 
 
-def forward_tile(
-    arch: int, dtype: torch.dtype, head_dim: int, kind: Class, page: int = 0
-) -> Tile:
+def forward_tile(arch: int, dtype: torch.dtype, head_dim: int, kind: Class, page: int = 0) -> Tile:
     """The forward tile for a GPU of capability `arch` and the larger of D and Dv."""
     table = _FORWARD_FP32 if dtype == torch.float32 else _FORWARD[_family(arch)]
     plain, other = table[max(64, padded(head_dim))]

@@ -23,7 +23,6 @@ from fa_ops.backends.triton.decode_work import (
     tiles_before,
     work_range,
 )
-from fa_ops.backends.triton.launch import INTERPRETED
 from fa_ops.backends.triton.primitives import (
     LOG2E,
     attended,
@@ -33,11 +32,11 @@ from fa_ops.backends.triton.primitives import (
     pages_of,
     replace_nonfinite,
     saturated,
+    scale_index,
     tanh,
+    unpacked,
     with_sink,
 )
-
-BITWISE = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -227,18 +226,6 @@ def attend_piece(
 
 
 @triton.jit
-def scale_index(page, key, Hkv, PAGE: tl.constexpr, SCALES: tl.constexpr):
-    """The offset of the scale of a key, or of its page, from the kv head's first scale."""
-    if SCALES == 2:
-        at = page * Hkv
-    elif PAGE > 0:
-        at = (page * PAGE + key % PAGE) * Hkv
-    else:
-        at = key
-    return at
-
-
-@triton.jit
 def load_query(at, rows, cols, D):
     """Load query rows; 0 beyond D."""
     return tl.load(at[:, None] + cols[None, :], mask=rows[:, None] & (cols < D)[None, :], other=0.0)
@@ -255,28 +242,6 @@ def largest(x, y):
 def in_units_of(x, top):
     """Divide each row by its `top`, in fp16."""
     return (x.to(tl.float32) / top[:, None]).to(tl.float16)
-
-
-@triton.jit
-def unpacked(x):
-    """Convert the e4m3 numbers in the low and high bytes of int16 to two fp16 tiles."""
-    if BITWISE:  # for the interpreter; NaN becomes 480
-        low = ((x << 8) >> 1) & -16385
-        high = (x >> 1) & -16512
-        low, high = low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
-        return low * 256.0, high * 256.0
-    low, high = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 x;
-        .reg .b16 a, b;
-        prmt.b32 x, $2, 0, 0x3120;
-        mov.b32 {a, b}, x;
-        cvt.rn.f16x2.e4m3x2 $0, a;
-        cvt.rn.f16x2.e4m3x2 $1, b;
-        }""",
-        "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
-    return low, high
 
 
 @triton.jit

@@ -86,7 +86,7 @@ def varlen_forward(
 def _find(
     tensors: tuple, rest: tuple, layout: Layout, kind: Class, D: int, Dv: int, packed: bool,
     page: int = 0,
-) -> tuple[Launch, int]:
+) -> tuple[Launch, int]:  # fmt: skip
     """The launch for these arguments (compiled on first use) and its number of rows per block."""
     q = tensors[0]
     dtype = q.dtype
@@ -95,9 +95,9 @@ def _find(
     if found is None:
         tile = forward_tile(architecture(q.device), dtype, max(D, Dv), kind, page)
         launch = bind(
-            forward_kernel, (*tensors, *rest), constants(tile, D, Dv, kind, dtype, page), tile.options(),
-            device=q.device, divisors=layout.divisors("qkv", dtype) | kind.divisors(),
-            fixed=kind.fixed(), wide=layout.wide,
+            forward_kernel, (*tensors, *rest), constants(tile, D, Dv, kind, dtype, page),
+            tile.options(), device=q.device, fixed=kind.fixed(), wide=layout.wide,
+            divisors=layout.divisors("qkv", dtype) | kind.divisors(),
         )  # fmt: skip
         found = _launches[key] = launch, tile.block_m
     return found

@@ -70,9 +70,9 @@ def attend_block(
     blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes, slopes_stride_b, sinks,
     kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
     window_left, window_right, table, table_stride, pages, PACKED: tl.constexpr, D: tl.constexpr,
-    Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FOLD: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
-    GATHERED: tl.constexpr, EXACT: tl.constexpr,
+    Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, FOLD: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, GATHERED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attention of rows m0 ... m0 + BLOCK_M - 1 of a head; `tokens` is the row length of lse.
 
@@ -301,8 +301,8 @@ def forward_kernel(
     that slopes and sinks are the caller's. FOLD: scores are products times a positive scale.
 
     With PAGE, k is (pages, PAGE, Hkv, D) by strides, v likewise, and row b of `table` lists the
-    pages of a sequence of up to Sk keys. Keys of a page outside [0, pages) are not attended. GATHERED: a
-    block of keys may have several pages.
+    pages of a sequence of up to Sk keys. Keys of a page outside [0, pages) are not attended.
+    GATHERED: a block of keys may have several pages.
     """
     pid = tl.program_id(0)
     PACKED: tl.constexpr = cu_seqlens_q is not None
@@ -319,8 +319,8 @@ def forward_kernel(
         keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
         blocks, blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes,
         slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q,
-        seed, threshold, keep_scale, window_left, window_right, table, table_stride, pages, PACKED, D,
-        Dv, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, FOLD, EXTREME, PRECISION, PAGE, GATHERED, False,
+        seed, threshold, keep_scale, window_left, window_right, table, table_stride, pages, PACKED,
+        D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, FOLD, EXTREME, PRECISION, PAGE, GATHERED, False,
     )  # fmt: skip
     if redo:
         # small tiles, and recomputed indices, take no registers from the loop above

@@ -160,7 +160,7 @@ def store_tile(base, start, stride, limit, width, x, EXACT: tl.constexpr):
     tl.store(tile, x.to(base.dtype.element_ty), mask=keep)
 
 
-# Pages
+# Caches
 
 
 @triton.jit
@@ -184,6 +184,40 @@ def load_keys(at, there, cols, D: tl.constexpr, PACK: tl.constexpr, WIDTH: tl.co
     if D < WIDTH:
         keep = keep & (cols * PACK < D)[None, :]
     return tl.load(at[:, None] + cols[None, :], mask=keep, other=0)
+
+
+@triton.jit
+def unpacked(x):
+    """Convert the e4m3 numbers in the low and high bytes of int16 to two fp16 tiles."""
+    if not INLINE:  # for the interpreter; NaN becomes 480
+        low = ((x << 8) >> 1) & -16385
+        high = (x >> 1) & -16512
+        low, high = low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
+        return low * 256.0, high * 256.0
+    low, high = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x;
+        .reg .b16 a, b;
+        prmt.b32 x, $2, 0, 0x3120;
+        mov.b32 {a, b}, x;
+        cvt.rn.f16x2.e4m3x2 $0, a;
+        cvt.rn.f16x2.e4m3x2 $1, b;
+        }""",
+        "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def scale_index(page, key, Hkv, PAGE: tl.constexpr, SCALES: tl.constexpr):
+    """The offset of the scale of a key, or of its page, from the kv head's first scale."""
+    if SCALES == 2:
+        at = page * Hkv
+    elif PAGE > 0:
+        at = (page * PAGE + key % PAGE) * Hkv
+    else:
+        at = key
+    return at
 
 
 # Bounds
