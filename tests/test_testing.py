@@ -212,3 +212,21 @@ def test_the_flash_baseline_rounds_weights_relative_to_the_largest():
     assert (naive(*case.fresh(torch.bfloat16))[0] - exact).abs().max() > 1e-4
     without_keys, _ = flash(*make_case(Sk=0, D=8, Dv=8).fresh(), dtype=torch.bfloat16)
     assert not without_keys.any()
+
+
+def test_the_noise_of_few_gradients_of_values_is_that_of_rounded_weights():
+    case = make_case(
+        B=1, Hq=2, Hkv=1, Sq=30, Sk=4, D=8, Dv=2, dropout_p=0.5, dtype=torch.float16
+    )  # fmt: skip
+    inputs = case.fresh(requires_grad=True)
+    solution = budget._Solution("oracle", case, budget._copies(*inputs, torch.float64))
+    grad_out = case.grad_outputs(*solution.results.values())[0].double()
+    q, k, _, spec = case.fresh(torch.float64)
+    weights, _ = reference.weights(q @ k.transpose(-1, -2) * 8**-0.5, None)
+    weights = weights * reference.dropout_factor(weights.shape, spec, weights.device, 0)
+    g = torch.Generator().manual_seed(0)
+    errors = torch.rand(2000, *weights.shape, generator=g, dtype=torch.float64) - 0.5
+    errors = errors * weights * torch.finfo(torch.float16).eps
+    sampled = (errors.transpose(-1, -2) @ grad_out).sum(2, keepdim=True).square().mean(0).sqrt()
+    torch.testing.assert_close(solution.noise_of_grad_v(grad_out), sampled, rtol=0.1, atol=0.0)
+    assert_close_to_oracle(case, "cpu")
