@@ -121,10 +121,23 @@ def packed(
         options(q, spec, cu_q.shape[0] - 1, Hq)
 
 
-def values(q: Tensor, k: Tensor, v: Tensor, tensors: PackedTensors) -> None:
-    """Raise ValueError unless every sequence lies among the tokens. Reads them on the host."""
+def values(
+    q: Tensor, k: Tensor, v: Tensor, tensors: PackedTensors,
+    longest: tuple[int | None, int | None] = (None, None),
+) -> None:  # fmt: skip
+    """Raise ValueError unless every sequence lies among the tokens and is at most as long as
+    `longest` says. Reads the boundaries on the host."""
     cu_seqlens("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
     cu_seqlens("cu_seqlens_k", tensors.cu_seqlens_k, k.shape[0])
+    max_seqlen("max_seqlen_q", longest[0], tensors.cu_seqlens_q, "queries")
+    max_seqlen("max_seqlen_k", longest[1], tensors.cu_seqlens_k, "keys")
+
+
+def max_seqlen(name: str, most: int | None, ends: Tensor, what: str) -> None:
+    """Raise ValueError unless no sequence is longer than `most`."""
+    longest = int(ends.diff().max()) if most is not None and len(ends) > 1 else 0
+    need(most is None or most >= longest, "{} is {}, but a sequence has {} {}", name, most,
+         longest, what)  # fmt: skip
 
 
 def cu_seqlens(name: str, given: Tensor, tokens: int) -> None:

@@ -13,9 +13,9 @@ is checked and planned once: a backend may compare the number of keys with power
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -126,9 +126,9 @@ def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
     plan = _plans.get(family)
     if plan is None:
         check(call)
-        rules = _rules_of_values(call)
-        if rules is not None and _can_read_values(call.query):
-            rules.values(call.query, call.key, call.value, call.tensors)
+        check_values = _check_of_values(call)
+        if check_values is not None and _can_read_values(call.query):
+            check_values(call.query, call.key, call.value, call.tensors)
     step = _normalising_step(call.tensors)
     normal = _normalised(call, step)
     if plan is None:
@@ -367,16 +367,21 @@ def _with_steps_before(run: Run, call: Call, step: Callable[[Tensors], Tensors] 
         run = _after(step, run, call)
     if call.kind == CACHED and call.cache.key is not None:
         run = written_caches.checking(run, call.key, call.value)
-    rules = _rules_of_values(call)
-    if rules is None:
+    check_values = _check_of_values(call)
+    if check_values is None:
         return run
-    return _checking_values(run, rules) if call.saved is None else _checking_cu_seqlens(run)
+    add = _checking_values if call.saved is None else _checking_cu_seqlens
+    return add(run, check_values)
 
 
-def _rules_of_values(call: Call) -> ModuleType | None:
-    """The module whose `values` checks lengths, pages or cu_seqlens; on CUDA kernels clamp them."""
-    is_read = call.query.device.type == "cpu" or (DEBUG and call.kind == CACHED)
-    return {CACHED: cache_checks, PACKED: checks}.get(call.kind) if is_read else None
+def _check_of_values(call: Call) -> Callable[..., None] | None:
+    """What checks lengths, pages or cu_seqlens on the host; on CUDA kernels clamp them."""
+    if call.kind == PACKED and call.query.device.type == "cpu":
+        longest = call.packing.max_seqlen_q, call.packing.max_seqlen_k
+        return functools.partial(checks.values, longest=longest)
+    if call.kind == CACHED and (call.query.device.type == "cpu" or DEBUG):
+        return cache_checks.values
+    return None
 
 
 def _after(step: Callable[[Tensors], Tensors], run: Run, call: Call) -> Run:
@@ -391,20 +396,20 @@ def _can_read_values(q: Tensor) -> bool:
     return q.device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
 
 
-def _checking_values(run: Run, rules: ModuleType) -> Run:
+def _checking_values(run: Run, check_values: Callable[..., None]) -> Run:
     def checked(q, k, v, tensors, with_lse=True):
         if _can_read_values(q):
-            rules.values(q, k, v, tensors)
+            check_values(q, k, v, tensors)
         return run(q, k, v, tensors, with_lse)
 
     return checked
 
 
-def _checking_cu_seqlens(run: Run) -> Run:
+def _checking_cu_seqlens(run: Run, check_values: Callable[..., None]) -> Run:
     """The same for the backward pass of a packed call."""
 
     def checked(grad_out, grad_lse, q, k, v, out, lse, tensors):
-        checks.values(q, k, v, tensors)
+        check_values(q, k, v, tensors)
         return run(grad_out, grad_lse, q, k, v, out, lse, tensors)
 
     return checked

@@ -96,12 +96,17 @@ def _borders(q: Tensor, name: str, ends: Tensor) -> None:
          ends.shape)  # fmt: skip
 
 
-def values(q: Tensor, k: Tensor, v: Tensor, tensors: PackedQuantizedTensors) -> None:
-    """Raise ValueError unless every sequence lies among the tokens and pages. Reads them."""
-    checks.cu_seqlens("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
+def values(
+    q: Tensor, k: Tensor, v: Tensor, tensors: PackedQuantizedTensors,
+    longest: tuple[int | None, int | None],
+) -> None:  # fmt: skip
+    """Raise ValueError unless every sequence lies among the tokens and pages, and is at most as
+    long as `longest` says. Reads them."""
     if tensors.page_table is None:
-        checks.cu_seqlens("cu_seqlens_k", tensors.cu_seqlens_k, k.shape[0])
+        checks.values(q, k, v, tensors, longest)
     else:
+        checks.cu_seqlens("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
+        checks.max_seqlen("max_seqlen_q", longest[0], tensors.cu_seqlens_q, "queries")
         cached = CacheTensors(tensors.kv_lens, tensors.page_table)
         cache_checks.values(q, k, v, cached, "key")
 

@@ -421,6 +421,12 @@ VARLEN = {
     "ends beyond the tokens": Bad(
         {"cu_seqlens_k": ENDS + 3}, V, "cu_seqlens_k[2] is 8, but there are 7 tokens", REAL
     ),
+    "small max_seqlen_q": Bad(
+        {"max_seqlen_q": 2}, V, "max_seqlen_q is 2, but a sequence has 3 queries", REAL
+    ),
+    "small max_seqlen_k": Bad(
+        {"max_seqlen_k": 0}, V, "max_seqlen_k is 0, but a sequence has 3 keys", REAL
+    ),
     "negative max_seqlen": Bad(
         {"max_seqlen_q": -1}, V, "max_seqlen_q must not be negative, got -1"
     ),

@@ -55,7 +55,7 @@ def scaled_attention(
     call = described(query, key, value, tensors, scalars)
     planning.check(call)
     if library.can_read(query):
-        quantized_checks.values(query, key, value, tensors)
+        quantized_checks.values(query, key, value, tensors, longest)
     return _attend_rows(call)
 
 
