@@ -109,11 +109,13 @@ class Cached(NamedTuple):
     heads: tuple[int, int, int] = (32, 8, 128)  # of queries, of keys, dimension
     queries: int = 1
     heads_first: bool = False  # the cache is (B, H, S, D) in memory
+    e4m3: bool = False  # with a scale for each head
 
     def __str__(self) -> str:
         words = [f"B{self.B} S{self.S} H{self.heads[0]}/{self.heads[1]} D{self.heads[2]}"]
         words += [f"Q{self.queries}"] * (self.queries > 1) + [f"page{self.page}"] * (self.page > 0)
-        return " ".join(words + ["append"] * self.append + ["bhsd"] * self.heads_first)
+        names = {"append": self.append, "bhsd": self.heads_first, "e4m3": self.e4m3}
+        return " ".join(words + [name for name, given in names.items() if given])
 
 
 def decodes() -> list[Cached]:
@@ -162,7 +164,9 @@ def prompts() -> list[Cached]:
         Cached(8, 8192, 64, append=True, queries=32),
         Cached(1, 32768, heads=(8, 4, 256), queries=32),
     ]
-    return [*plain, *narrow, Cached(8, 8192, heads=(8, 4, 256), queries=64)]
+    e4m3 = [Cached(8, 8192, page, queries=512, e4m3=True) for page in (0, 16, 64)]
+    e4m3 += [Cached(8, 8192, 64, queries=64, e4m3=True)]
+    return [*plain, *narrow, Cached(8, 8192, heads=(8, 4, 256), queries=64), *e4m3]
 
 
 class Mixed(NamedTuple):
@@ -227,10 +231,16 @@ def _cached(fa: ModuleType, p: Cached) -> Call:
         caches = [draw(p.B, p.S, Hkv, D).transpose(1, 2) for _ in range(2)]
     if D == 576:  # latents: values are the first features of the keys
         caches[1] = caches[0][..., :512]
+    scales = {}
+    if p.e4m3:
+        caches = [x.to(E4M3) for x in caches]
+        scales = {name: torch.ones(p.B, Hkv, device=DEVICE) for name in ("k_scale", "v_scale")}
     lens = torch.full((p.B,), p.S - p.append, device=DEVICE, dtype=torch.int32)
     new = {"key": draw(p.B, Hkv, 1, D), "value": draw(p.B, Hkv, 1, D)} if p.append else {}
-    options = new | {"is_causal": True} if p.queries > 1 else new
-    return Call(lambda _: fa.attention_with_kv_cache(q, *caches, lens, table, **options))
+    options = new | scales | ({"is_causal": True} if p.queries > 1 else {})
+    return Call(
+        lambda _: fa.attention_with_kv_cache(q, *caches, kv_lens=lens, page_table=table, **options)
+    )
 
 
 _QK_DTYPES = {torch.int8: "int8", E4M3: "e4m3", None: "e4m3-tensors"}
