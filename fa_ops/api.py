@@ -186,9 +186,9 @@ def attention_varlen(
         cu_seqlens_q: int32 ``(B + 1,)`` on query's device, not decreasing, within ``[0, Tq]``.
         cu_seqlens_k: int32 ``(B + 1,)`` on query's device, not decreasing, within ``[0, Tk]``. With
             ``page_table`` ``None``, or the cumulative numbers of keys, in place of ``kv_lens``.
-        max_seqlen_q: at least the longest sequence's number of queries; ``None``: ``Tq``, which is
-            safe and needs no synchronisation.
-        max_seqlen_k: the same for keys.
+        max_seqlen_q: at least the longest sequence's number of queries, which is checked on the
+            CPU; ``None``: ``Tq``, which is safe and needs no synchronisation.
+        max_seqlen_k: the same for keys; ``None``: ``Tk``.
         dropout_p: probability in [0, 1) of dropping a softmax weight.
         is_causal: aligned at the bottom right of each sequence.
         scale: factor on the products; ``None``: ``1 / sqrt(D)``.
@@ -216,7 +216,8 @@ def attention_varlen(
 
     Raises:
         ValueError: shapes, devices or values that do not fit each other; on CPU also sequences that
-            are not among the tokens or pages; with ``page_table`` an argument that requires grad.
+            are not among the tokens or pages or are longer than ``max_seqlen_q`` or
+            ``max_seqlen_k``; with ``page_table`` an argument that requires grad.
         TypeError: a dtype or Python type that is not accepted.
         NotImplementedError: no backend, or not the one named, can run the call; the message gives
             the reasons.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import dispatch
-from fa_ops.call import PackedTensors, Saved
+from fa_ops.call import PackedQuantizedTensors, PackedTensors, Saved
 from fa_ops.types import Packing, Spec, dtype_name, mask_blocks_shape
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -122,22 +122,24 @@ def packed(
 
 
 def values(
-    q: Tensor, k: Tensor, v: Tensor, tensors: PackedTensors,
-    longest: tuple[int | None, int | None] = (None, None),
+    q: Tensor, k: Tensor, v: Tensor, tensors: PackedTensors | PackedQuantizedTensors,
+    longest: tuple[int | None, int | None],
 ) -> None:  # fmt: skip
     """Raise ValueError unless every sequence lies among the tokens and is at most as long as
-    `longest` says. Reads the boundaries on the host."""
-    cu_seqlens("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
-    cu_seqlens("cu_seqlens_k", tensors.cu_seqlens_k, k.shape[0])
-    max_seqlen("max_seqlen_q", longest[0], tensors.cu_seqlens_q, "queries")
-    max_seqlen("max_seqlen_k", longest[1], tensors.cu_seqlens_k, "keys")
+    `longest` says. Reads boundaries and lengths on the host."""
+    ends_q, ends_k, lens = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens
+    cu_seqlens("cu_seqlens_q", ends_q, q.shape[0])
+    cu_seqlens("cu_seqlens_k", ends_k, k.shape[0])
+    max_seqlen("max_seqlen_q", longest[0], ends_q.diff(), "queries")
+    keys = ends_k.diff() if lens is None else torch.minimum(ends_k.diff(), lens)
+    max_seqlen("max_seqlen_k", longest[1], keys, "keys")
 
 
-def max_seqlen(name: str, most: int | None, ends: Tensor, what: str) -> None:
-    """Raise ValueError unless no sequence is longer than `most`."""
-    longest = int(ends.diff().max()) if most is not None and len(ends) > 1 else 0
-    need(most is None or most >= longest, "{} is {}, but a sequence has {} {}", name, most,
-         longest, what)  # fmt: skip
+def max_seqlen(name: str, most: int | None, lens: Tensor, what: str) -> None:
+    """Raise ValueError if a sequence is longer than `most`."""
+    if most is not None and len(lens):
+        longest = int(lens.max())
+        need(longest <= most, "{} is {}, but a sequence has {} {}", name, most, longest, what)
 
 
 def cu_seqlens(name: str, given: Tensor, tokens: int) -> None:

@@ -370,7 +370,7 @@ def _with_steps_before(run: Run, call: Call, step: Callable[[Tensors], Tensors] 
     check_values = _check_of_values(call)
     if check_values is None:
         return run
-    add = _checking_values if call.saved is None else _checking_cu_seqlens
+    add = _checking_values if call.saved is None else _checking_values_of_backward
     return add(run, check_values)
 
 
@@ -405,7 +405,7 @@ def _checking_values(run: Run, check_values: Callable[..., None]) -> Run:
     return checked
 
 
-def _checking_cu_seqlens(run: Run, check_values: Callable[..., None]) -> Run:
+def _checking_values_of_backward(run: Run, check_values: Callable[..., None]) -> Run:
     """The same for the backward pass of a packed call."""
 
     def checked(grad_out, grad_lse, q, k, v, out, lse, tensors):

@@ -101,12 +101,12 @@ def values(
     longest: tuple[int | None, int | None],
 ) -> None:  # fmt: skip
     """Raise ValueError unless every sequence lies among the tokens and pages, and is at most as
-    long as `longest` says. Reads them."""
+    long as `longest` says. Reads boundaries, lengths and pages on the host."""
     if tensors.page_table is None:
         checks.values(q, k, v, tensors, longest)
     else:
         checks.cu_seqlens("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
-        checks.max_seqlen("max_seqlen_q", longest[0], tensors.cu_seqlens_q, "queries")
+        checks.max_seqlen("max_seqlen_q", longest[0], tensors.cu_seqlens_q.diff(), "queries")
         cached = CacheTensors(tensors.kv_lens, tensors.page_table)
         cache_checks.values(q, k, v, cached, "key")
 

@@ -424,9 +424,6 @@ VARLEN = {
     "small max_seqlen_q": Bad(
         {"max_seqlen_q": 2}, V, "max_seqlen_q is 2, but a sequence has 3 queries", REAL
     ),
-    "small max_seqlen_k": Bad(
-        {"max_seqlen_k": 0}, V, "max_seqlen_k is 0, but a sequence has 3 keys", REAL
-    ),
     "negative max_seqlen": Bad(
         {"max_seqlen_q": -1}, V, "max_seqlen_q must not be negative, got -1"
     ),

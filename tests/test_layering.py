@@ -113,6 +113,7 @@ TOP = {
         "fa_ops.call",
         "fa_ops.geometry",
         "fa_ops.types",
+        "fa_ops.backends.conversion",
         "fa_ops.backends.dropout",
         "fa_ops.backends.mask_blocks",
         "fa_ops.backends.quantization",

@@ -191,14 +191,16 @@ def assert_close_to_oracle(
         if exempt is not None:
             value = exempt.replaced(name, value.detach(), expected.detach())
         baseline = _farthest(expected, *(b.results[name].to(value.dtype) for b in baselines))
-        noise = _noise(name, value, oracle, baselines)
-        if name == "grad_v" and value.dtype.itemsize == 2 and value.numel() <= FEW:
-            noise = oracle.noise_of_grad_v(clean[0])
+        noise = _noise(name, value, oracle, baselines, clean)
         assert_within_budget(f"{case}: {name}", value, expected, baseline, noise)
 
 
-def _noise(name: str, value: Tensor, oracle: _Solution, baselines: list) -> Tensor | None:
-    """The typical error of a result that is a sum over all scores; None for other results."""
+def _noise(
+    name: str, value: Tensor, oracle: _Solution, baselines: list, cotangents: tuple | None
+) -> Tensor | None:
+    """The typical error of a sum over all scores and of few gradients of values, otherwise None."""
+    if name == "grad_v" and value.dtype.itemsize == 2 and value.numel() <= FEW:
+        return oracle.noise_of_grad_v(cotangents[0])
     if name not in oracle.terms:
         return None
     errors = [(b.terms[name] - oracle.terms[name]).double() for b in baselines]

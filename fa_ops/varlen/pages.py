@@ -157,7 +157,7 @@ def check(
         need(max_seqlen_q >= 0, "max_seqlen_q must not be negative, got {}", max_seqlen_q)
     if library.can_read(cu_seqlens_q, kv_lens, page_table):
         checks.cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0])
-        checks.max_seqlen("max_seqlen_q", max_seqlen_q, cu_seqlens_q, "queries")
+        checks.max_seqlen("max_seqlen_q", max_seqlen_q, cu_seqlens_q.diff(), "queries")
         cache_checks.values(query, key, value, CacheTensors(kv_lens, page_table), "key")
 
 

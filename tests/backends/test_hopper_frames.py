@@ -102,7 +102,7 @@ def on_cpu(driver, monkeypatch):
     monkeypatch.setattr(hopper, "cache_error", decode.cache_error)
     monkeypatch.setattr(dispatch, "AUTO", {"cpu": ("hopper",)})
     monkeypatch.setattr(dispatch, "_available", {"hopper": None})
-    monkeypatch.setattr(planning, "_rules_of_values", lambda call: None)
+    monkeypatch.setattr(planning, "_check_of_values", lambda call: None)
     attention(Sq=128)()  # imports what is imported late
 
 

@@ -30,7 +30,7 @@ def on_cpu(driver, monkeypatch):
     monkeypatch.setattr(hopper, "cache_error", cache_error)
     monkeypatch.setattr(dispatch, "AUTO", {"cpu": ("hopper",)})
     monkeypatch.setattr(dispatch, "_available", {"hopper": None})
-    monkeypatch.setattr(planning, "_rules_of_values", lambda call: None)
+    monkeypatch.setattr(planning, "_check_of_values", lambda call: None)
 
 
 def forget():

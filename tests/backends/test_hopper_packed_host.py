@@ -45,7 +45,7 @@ def noted(driver, monkeypatch):
     monkeypatch.setattr(hopper, "support_error", lambda *call: None)
     monkeypatch.setattr(dispatch, "_available", {"hopper": None})
     monkeypatch.setattr(dispatch, "AUTO", {"cpu": ("hopper",)})
-    monkeypatch.setattr(planning, "_rules_of_values", lambda call: None)  # as on a GPU
+    monkeypatch.setattr(planning, "_check_of_values", lambda call: None)  # as on a GPU
     return driver
 
 

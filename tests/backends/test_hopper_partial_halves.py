@@ -9,7 +9,8 @@ from tests.backends.cuda_as_cpp import SOURCES, built, needs_compiler
 
 pytestmark = needs_compiler
 
-# Lane l has accumulator rows l / 4 and l / 4 + 8, of 256 columns; each is written behind the other.
+# Lane l has accumulator rows l / 4 and l / 4 + 8, of 256 columns, which are written one after the
+# other.
 CALL = """
 #include "partial_halves.cuh"
 struct MlaParams {};

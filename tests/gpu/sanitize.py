@@ -161,7 +161,7 @@ def run_cached(module, first: int, step: int) -> int:
     calls = 0
     mla = {"Hkv": 1, "D": 576, "Dv": 512, "shared": True, "page_size": 16}
     cases = [CacheCase(device="cuda", dtype=torch.bfloat16, **mla)]
-    for heads, page_size in ((64, 64), (128, 0)):  # parts of all 64 rows of a CTA
+    for heads, page_size in ((64, 64), (128, 0)):  # split rows that fill all 64 rows of a CTA
         parts = mla | {"Hq": heads, "S": 900, "page_size": page_size}
         cases.append(CacheCase(device="cuda", dtype=torch.bfloat16, **parts))
     for seed in range(24):

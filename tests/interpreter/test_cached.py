@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fa_ops import dispatch
-from fa_ops.backends import cpu, reference, triton
+from fa_ops.backends import conversion, cpu, reference, triton
 from fa_ops.backends.triton import launch
 from fa_ops.call import CACHED, Call
 from fa_ops.testing import broken_caches
@@ -14,7 +14,6 @@ from fa_ops.testing.caches import CacheCase, assert_cache_close, call
 from fa_ops.types import Cache, Spec
 
 cached = importlib.import_module("fa_ops.backends.triton.cached")
-dequantize = importlib.import_module("fa_ops.backends.triton.dequantize")
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -83,7 +82,8 @@ def test_e4m3_caches_are_converted(changes, dense):
 def test_large_e4m3_caches_are_not_converted(monkeypatch):
     call = Call(CACHED, *CacheCase(**MANY, fp8=True).fresh()[:3], Spec(), cache=Cache())
     assert cached.attends_whole_rows(call)
-    monkeypatch.setattr(dequantize, "_MAX_BYTES", 2 * 2 * 90 * 32 * 4 - 1)
+    # 90 keys of 2 rows with 2 heads of 32 numbers; the limit is 64 keys, a power of two
+    monkeypatch.setattr(conversion, "MAX_BYTES", 2 * 2 * 90 * 32 * 4)
     assert not cached.attends_whole_rows(call)
 
 

@@ -23,7 +23,8 @@ class DecodeConfig:
     scales: int = 0  # one of the constants of `types`
 
     merge_threads = 256
-    partial_bytes, stats_per_row = 4, 1  # of an element of a partial result; as in the kernel
+    # bytes of an element of a partial result, and statistics of a row, as in the kernel
+    partial_bytes, stats_per_row = 4, 1
 
     @property
     def threads(self) -> int:

@@ -21,7 +21,6 @@ from fa_ops.backends.hopper.launch import (
 )
 from fa_ops.backends.hopper.split_kv import by_head, cache_sizes, table_layout
 from fa_ops.call import CacheTensors
-from fa_ops.geometry import is_prefill
 from fa_ops.types import Cache, scales_of
 
 E4M3 = torch.float8_e4m3fn
@@ -29,26 +28,6 @@ _LAYOUT = struct_layout("dequantize.cu", "DequantizeParams")
 _ADDRESSES, _SIZES = _LAYOUT.packer("k", "table_out"), _LAYOUT.packer("k_strides")
 _TOKENS, _THREADS = 16, 256  # of a CTA, as in cuda/dequantize.cu
 _MAX_GRID_ROWS = 65535  # limit of the grid's second dimension; a CTA loops over further rows
-_MAX_BYTES = 1 << 32  # of the converted cache
-
-
-def error(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> str | None:
-    """Why such a cache is not converted, or None."""
-    if not is_prefill(q):
-        return (
-            "converts e4m3 caches for 64 and more queries of a head that fill the device, got "
-            f"{q.shape[2]} of {q.shape[0]} x {q.shape[1]} heads"
-        )
-    if q.dtype == torch.float16 and (cache.k_scale is not None or cache.v_scale is not None):
-        return "converts no e4m3 caches with scales to float16, which may not hold their products"
-    table = cache.page_table
-    shape = by_head(k.shape, table is not None)
-    *_, keys = cache_sizes(shape, None if table is None else table.shape[1])
-    token = q.shape[0] * shape[1] * (q.shape[3] + v.shape[3]) * 2
-    most = 1 << (_MAX_BYTES // token).bit_length() - 1 if token <= _MAX_BYTES else 0
-    if keys > most:  # a power of two, so that families of calls agree on it
-        return f"converts e4m3 caches of at most {most} keys of such shapes, got {keys}"
-    return None
 
 
 def converter(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Converter:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fa_ops.backends import conversion
 from fa_ops.backends.hopper import decode, dense_forward, dequantize
 from fa_ops.backends.hopper.configs import padded
 from fa_ops.backends.hopper.problem import MISALIGNED, page_error, tma_aligned
@@ -26,7 +27,7 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
         return reason
     is_e4m3 = k.dtype == dequantize.E4M3
     reason = decode.memory_error(q, k, v, cache, spec, (dequantize.E4M3,) if is_e4m3 else ())
-    return dequantize.error(q, k, v, cache) if is_e4m3 and reason is None else reason
+    return conversion.error(q, k, v, cache) if is_e4m3 and reason is None else reason
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:

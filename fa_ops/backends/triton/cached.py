@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fa_ops.backends import conversion
 from fa_ops.backends.triton import decode
 from fa_ops.backends.triton.alignment import needs_copies
 from fa_ops.backends.triton.arguments import Layout
 from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache
-from fa_ops.backends.triton.dequantize import converts, dequantized
+from fa_ops.backends.triton.dequantize import dequantized
 from fa_ops.backends.triton.forward import forward, paged_forward
 from fa_ops.call import CACHED, Call, Run
 from fa_ops.geometry import is_prefill
@@ -42,13 +43,14 @@ def attends_whole_rows(call: Call) -> bool:
     if call.spec.key_ranges is not None or not is_prefill(q) or max(D, Dv) > MAX_HEAD_DIM:
         return False
     is_converted = k.dtype != q.dtype
-    if is_converted and not converts(q, k, v, cache):
+    if is_converted and conversion.error(q, k, v, cache) is not None:
         return False
     if cache.page_table is None:
         return True
-    k, v = (q, q) if is_converted else (k, v)  # converted pages are aligned if their rows are
+    # Unaligned tensors are copied, but not all pages. Converted pages are new memory.
+    k, v = (q, q) if is_converted else (k, v)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    return not needs_copies(Layout.of(q, k, v, strides), q.dtype, D, Dv)  # of all pages
+    return not needs_copies(Layout.of(q, k, v, strides), q.dtype, D, Dv)
 
 
 def prepare_append(call: Call) -> Run:

@@ -28,8 +28,9 @@ def forward_tile(arch: int, dtype: torch.dtype, head_dim: int, kind: Class, page
     """The forward tile for a GPU of capability `arch` and the larger of D and Dv."""
     table = _FORWARD_FP32 if dtype == torch.float32 else _FORWARD[_family(arch)]
     plain, other = table[max(64, padded(head_dim))]
-    # more work between the products than masks by position, or addresses for each key
+    # more work between the products than masks by position
     heavy = kind.dropout is not None or not kind.fold or kind.mask is not None
+    # a smaller tile may lie in one page, and if not, it has fewer addresses
     return other if heavy or page % plain.block_n else plain
 
 

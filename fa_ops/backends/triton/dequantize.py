@@ -1,4 +1,4 @@
-"""Launches the conversion of e4m3 caches for prompts, whose products take many times as long."""
+"""Launches the conversion of e4m3 caches for prompts, which takes a small part of their time."""
 
 from __future__ import annotations
 
@@ -11,37 +11,26 @@ from fa_ops.backends.triton.dequantize_kernel import dequantize_kernel
 from fa_ops.backends.triton.launch import Launch, address, bind, empty
 from fa_ops.types import ALIGNMENT, Cache, scales_of
 
-_MAX_BYTES = 1 << 32  # of the converted cache
 _NUMBERS, WARPS = 4096, 4  # of a program
-# for `bind`: of new memory, and of a cache whose rows all start at a multiple of 16 bytes
+# divisors for `bind`: new memory is aligned, and with ALIGNED all rows of the cache are too
 _DIVISORS = {"out": ALIGNMENT}
 ALIGNED = _DIVISORS | {"x": ALIGNMENT}
 ALIGNED |= dict.fromkeys(("stride_b", "stride_h", "stride_s"), ALIGNMENT // 2)
 _launches: dict[tuple, Launch] = {}
 
 
-def converts(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> bool:
-    """Whether such a cache is converted: float16 may not hold numbers times their scales."""
-    if q.dtype == torch.float16 and (cache.k_scale is not None or cache.v_scale is not None):
-        return False
-    table = cache.page_table
-    tokens = k.shape[1] * k.shape[2]  # in either layout, times heads
-    rows = q.shape[0] if table is None else table.numel()
-    return rows * tokens * (q.shape[3] + v.shape[3]) * q.element_size() <= _MAX_BYTES
-
-
 def dequantized(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor
 ) -> tuple[Tensor, Tensor, Cache]:
-    """The cache of q's batch in q's dtype: (B, Hkv, S, D), or pages that are those of one row after
-    another."""
+    """The cache in q's dtype: (B, Hkv, S, D), or pages, first those of row 0, then those of row 1
+    and so on, with their table."""
     m, B = Memory.of(k, v, cache), q.shape[0]
     scales = scales_of(cache.k_scale, cache.v_scale, m.page > 0)
     table = None
     if m.table is not None:
         row = m.table.shape[1]
         table = empty((B, row), (row, 1), torch.int32, q.get_device())
-    found = []
+    converted = []
     parts = (m.key, m.strides[:3], cache.k_scale), (m.value, m.strides[3:], cache.v_scale)
     for x, strides, scale in parts:
         D = 2 * x.shape[3]
@@ -52,19 +41,19 @@ def dequantized(
         scale = None if scale is None else scale.contiguous()
         tensors = (x, out, scale, kv_lens.contiguous(), m.table, table)
         rest = (*strides, m.Hkv, m.capacity, 0 if table is None else m.table.stride(0), len(x))
-        launch = _find(tensors, rest, strides, D, m.page, scales if scale is not None else 0)
+        launch = _find(tensors, rest, D, m.page, scales if scale is not None else 0)
         args = (*(None if t is None else address(t) for t in tensors), *rest)
         launch((-(-m.capacity // _tokens(D)) * m.Hkv * B, 1, 1), args)
-        found.append(out.transpose(1, 2) if table is None else out.view(-1, m.page, m.Hkv, D))
-    return *found, cache._replace(page_table=table, k_scale=None, v_scale=None)
+        converted.append(out.transpose(1, 2) if table is None else out.view(-1, m.page, m.Hkv, D))
+    return *converted, cache._replace(page_table=table, k_scale=None, v_scale=None)
 
 
 def _find(
-    tensors: tuple[Tensor | None, ...], rest: tuple, strides: tuple, D: int, page: int, scales: int
+    tensors: tuple[Tensor | None, ...], rest: tuple, D: int, page: int, scales: int
 ) -> Launch:
     """The launch for these arguments, compiled on first use."""
     x, out = tensors[:2]
-    bits = x.data_ptr() | 2 * (strides[0] | strides[1] | strides[2])
+    bits = x.data_ptr() | 2 * (rest[0] | rest[1] | rest[2])  # strides
     is_aligned = bits % ALIGNMENT == 0
     key = (out.dtype, D, page, scales, is_aligned, x.get_device())
     found = _launches.get(key)

@@ -16,8 +16,8 @@ def dequantize_kernel(
 ):  # fmt: skip
     """Converts TOKENS tokens of one head of a sequence, and multiplies them by their scales.
 
-    x (B, Hkv, Sk, D), or pages of PAGE tokens, holds two numbers in each int16, also in units of
-    its strides. out (B, Sk, Hkv, D) has the pages of a sequence one after another, and table_out
+    x (B, Hkv, Sk, D), or pages of PAGE tokens, holds two numbers in each int16; its strides count
+    int16. out (B, Sk, Hkv, D) has the pages of a sequence one after another, and table_out
     (B, Sk / PAGE) is -1 for those that do not exist. Tokens beyond kv_lens are not written. `scale`
     is that of `scale_index`, with SCALES 1 (B, Hkv), or None.
     """

@@ -148,7 +148,7 @@ def attend_block(
     elif PAGE == 0:
         k += tl.cast(lo, tl.int64) * k_stride_s
         v += tl.cast(lo, tl.int64) * v_stride_s
-    # pages are loaded one block ahead, so that keys do not wait for them
+    # page numbers are loaded one block ahead, so that keys do not wait for them
     if PAGE > 0:
         table += b * table_stride
         steps = tl.arange(0, BLOCK_N) if GATHERED else 0
@@ -156,7 +156,7 @@ def attend_block(
     k_step = tl.cast(k_stride_s * BLOCK_N, tl.int64)
     v_step = tl.cast(v_stride_s * BLOCK_N, tl.int64)
     for n0 in tl.range(begin, end, STEP, num_stages=1 if EXACT else None):
-        k_at, v_at, is_mixed, end = k, v, True, hi
+        k_at, v_at, is_mixed, keys_end = k, v, True, hi
         if blocks is not None:
             n0, is_mixed = block_of_step(tiles, listed, last_tile, n0, BLOCK_N)
             k_at += tl.cast(n0, tl.int64) * k_stride_s
@@ -173,12 +173,12 @@ def attend_block(
             v_at = v + page.to(tl.int64) * v_stride_b + slot * v_stride_s
             page = page_of(table, n0 + BLOCK_N + steps, hi, PAGE)
             if not GATHERED:
-                end = tl.where(exists, hi, n0)
+                keys_end = tl.where(exists, hi, n0)
         if GATHERED:
             kt = load_keys(k_at, exists, tl.arange(0, BLOCK_D), D, 1, BLOCK_D)
         else:
             kt = load_rows(
-                k_at, k_stride_s, above, end - n0, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D
+                k_at, k_stride_s, above, keys_end - n0, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D
             )
         s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
         if not FOLD:
@@ -194,7 +194,7 @@ def attend_block(
                 )  # fmt: skip
         is_edge = (n0 < full_lo) | (n0 >= full_hi)
         if PAGE > 0 and not GATHERED:
-            is_edge = is_edge | (end == n0)
+            is_edge = is_edge | (keys_end == n0)
         if is_edge:
             keep = attended(i, j, shift, limit, window_left, window_right, first, last)
             if PAGE > 0 and not GATHERED:
@@ -223,7 +223,7 @@ def attend_block(
             vt = load_keys(v_at, exists, tl.arange(0, BLOCK_DV), Dv, 1, BLOCK_DV)
         else:
             vt = load_rows(
-                v_at, v_stride_s, above, end - n0, Dv, BLOCK_N, BLOCK_DV, True, Dv == BLOCK_DV
+                v_at, v_stride_s, above, keys_end - n0, Dv, BLOCK_N, BLOCK_DV, True, Dv == BLOCK_DV
             )
         if EXACT:
             vt, nonfinite = replace_nonfinite(vt)

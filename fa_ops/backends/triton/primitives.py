@@ -171,7 +171,10 @@ def page_of(table, key, end, PAGE: tl.constexpr):
 
 @triton.jit
 def pages_of(table, n0, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
-    """Page numbers of keys n0 ... n0 + BLOCK_N - 1, -1 from `end` on."""
+    """Page numbers of keys n0 ... n0 + BLOCK_N - 1, -1 from `end` on.
+
+    If a block has whole pages, only the number of its first key is divided.
+    """
     steps = tl.arange(0, BLOCK_N)
     pages = n0 // PAGE + steps // PAGE if BLOCK_N % PAGE == 0 else (n0 + steps) // PAGE
     return tl.load(table + pages, mask=n0 + steps < end, other=-1)

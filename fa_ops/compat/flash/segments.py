@@ -46,8 +46,8 @@ def check_longest(name: str, longest: int | None, lens: Tensor) -> None:
     """Raise ValueError for an upper bound that is negative or, on the CPU, below a length."""
     if longest is not None and longest < 0:
         raise ValueError(f"{name} must not be negative, got {longest}")
-    if longest is not None and library.can_read(lens) and len(lens) and longest < int(lens.max()):
-        raise ValueError(f"{name} is {longest}, but a sequence has {int(lens.max())}")
+    if library.can_read(lens):
+        checks.max_seqlen(name, longest, lens, "queries" if name.endswith("q") else "keys")
 
 
 def used(ends_q: Tensor, ends_k: Tensor, queries: Tensor | None, keys: Tensor | None) -> Parts:

@@ -51,7 +51,7 @@ struct ForwardConsumer : EpilogueConsumer {
   DEVICE void score_product() {
 #if IS_PAGED
     existing_copies = load_shared<u32>(slot_at<4>(sm.pages, k.stage));
-    __syncwarp();  // all lanes have read them when one of them releases the keys
+    __syncwarp();  // all lanes have read the bits before one lane releases the keys
 #endif
     const u32 keys = descriptor_base(slot_at<K_BYTES>(sm.k, k.stage), 16);
     wgmma_fence();

@@ -543,8 +543,9 @@ struct MlaConsumer {
 };
 
 // Brings the lengths and the page table to the L2 cache. They are read one after the other, and the first
-// keys wait for both. All CTAs share the work: each lane prefetches a line of each at most. Executed by one
-// warp. The prior grid may still write them, also to the L2 cache.
+// keys wait for both. All CTAs share the work: each lane prefetches at most one line of each, so that parts
+// of very large tables are left out. This runs before the wait for the prior grid, which may still write
+// both: its writes go to the L2 cache as well, so that no old values remain there. Executed by one warp.
 DEVICE void prefetch_tables([[maybe_unused]] const MlaParams& p) {
   constexpr u32 LINE = 128 / sizeof(int);
   [[maybe_unused]] const u32 i = blockIdx.x * 32 + (threadIdx.x & 31);
@@ -573,7 +574,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
     prefetch_tensor_map(p.q), prefetch_tensor_map(p.k);
   }
   if (warp_uniform(threadIdx.x / 32) == 1) prefetch_tables(p);
-  if (packed_rows(p) < ROWS) clear_queries(sm.q, TILE_BYTES);
+  if (packed_rows(p) < ROWS)  // rows of padding, which no copy writes
+    clear_queries(sm.q, TILE_BYTES);
   __syncthreads();
   wait_for_prior_grid(), launch_dependent_grids();
   const int warpgroup = warp_uniform(threadIdx.x / 128);

@@ -6,8 +6,8 @@
 DEVICE float power_of_two(int x) { return __int_as_float((x + 127) << 23); }
 
 // The exponent by which a row of an accumulator is scaled down, so that its finite maximum is between 2^14
-// and 2^15. All that are at least 2^-29 of it have 11 bits then. A row without an element of 2^-70 is scaled
-// as if it had one, so that sums of weights stay finite. Executed by one warp.
+// and 2^15. Elements of at least 2^-28 of it then have 11 bits. A row whose elements are all below 2^-70 is
+// scaled as if it had one of 2^-70, so that sums of weights stay finite. Executed by one warp.
 template <int ROW, int OUTPUTS> DEVICE int partial_exponent(const float (&o)[OUTPUTS]) {
   float x = 0.f;
 #pragma unroll
