@@ -55,6 +55,7 @@ static float2 unpack_halves(u32 x) {
 }
 static void launch_dependent_grids() {}
 static void wait_for_prior_grid() {}
+static void prefetch_l2(const void*) {}
 static void store_shared(u32, int4) {}
 static void fence_async_shared() {}
 template <class T> static T load_shared(u32) { return {}; }

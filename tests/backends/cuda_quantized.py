@@ -179,8 +179,10 @@ def _products(defines: dict[str, int]) -> str:
                 f"u32 adds) {{ {of_registers}; }}\n"
             )
         else:
-            start = call.format("nullptr, a", "true")
-            text += f"static void {name}_start(float (&d)[{n // 2}], u32 a, u32 b) {{ {start}; }}\n"
+            for suffix, starts in (("_start", "true"), ("", "false")):
+                body = call.format("nullptr, a", starts)
+                parameters = f"float (&d)[{n // 2}], u32 a, u32 b"
+                text += f"static void {name}{suffix}({parameters}) {{ {body}; }}\n"
     return text
 
 
