@@ -107,6 +107,7 @@ def values(
     else:
         checks.cu_seqlens("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
         checks.max_seqlen("max_seqlen_q", longest[0], tensors.cu_seqlens_q.diff(), "queries")
+        checks.max_seqlen("max_seqlen_k", longest[1], tensors.kv_lens, "keys")
         cached = CacheTensors(tensors.kv_lens, tensors.page_table)
         cache_checks.values(q, k, v, cached, "key")
 

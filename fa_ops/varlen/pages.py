@@ -76,13 +76,21 @@ def arguments(
         kv_lens = _lengths(query, cu_seqlens_k, page_table)
     if max_seqlen_q is not None:
         max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
+    need_tensor("kv_lens", kv_lens)
     if max_seqlen_k is not None:
-        longest = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
-        checks.need(longest >= 0, "max_seqlen_k must not be negative, got {}", longest)
+        max_seqlen_k = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
+        _check_bound("max_seqlen_k", max_seqlen_k)
+        if library.can_read(kv_lens):
+            checks.max_seqlen("max_seqlen_k", max_seqlen_k, kv_lens, "keys")
     return PagedCall(
-        query, key, value, cu_seqlens_q, need_tensor("kv_lens", kv_lens), page_table, max_seqlen_q,
-        options,
+        query, key, value, cu_seqlens_q, kv_lens, page_table, max_seqlen_q, options
     )  # fmt: skip
+
+
+def _check_bound(name: str, most: int) -> None:
+    """Raise ValueError for a negative bound, unless it is symbolic: a guard would fix its sign."""
+    if not torch.compiler.is_compiling():
+        checks.need(most >= 0, "{} must not be negative, got {}", name, most)
 
 
 def _lengths(query: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> Tensor:
@@ -154,7 +162,7 @@ def check(
         if t.shape != (size,):  # `checks.has_shape` cannot be traced with symbolic sizes
             raise ValueError(f"{name} must have shape ({size},), got {tuple(t.shape)}")
     if max_seqlen_q is not None:
-        need(max_seqlen_q >= 0, "max_seqlen_q must not be negative, got {}", max_seqlen_q)
+        _check_bound("max_seqlen_q", max_seqlen_q)
     if library.can_read(cu_seqlens_q, kv_lens, page_table):
         checks.cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0])
         checks.max_seqlen("max_seqlen_q", max_seqlen_q, cu_seqlens_q.diff(), "queries")

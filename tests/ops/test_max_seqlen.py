@@ -45,3 +45,40 @@ def test_boundaries_that_change_before_the_backward_pass():
     ends.data[1] = 2
     with pytest.raises(ValueError, match="max_seqlen_q is 5, but a sequence has 6 queries"):
         out.sum().backward()
+
+
+def attend_pages(dtype=torch.float32, **options):
+    query, pages = torch.randn(8, 2, 16).to(dtype), torch.randn(4, 4, 2, 16).to(dtype)
+    table, lens = torch.arange(4).view(2, 2).int(), torch.tensor([7, 5], dtype=torch.int32)
+    scales = {f"{name}_scale": torch.ones(1) for name in "qkv"} if dtype == E4M3 else {}
+    options |= {"kv_lens": lens, "page_table": table, **scales}
+    return fa_ops.attention_varlen(query, pages, pages, ENDS, None, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, E4M3], ids=str)
+def test_pages(dtype):
+    assert attend_pages(dtype, max_seqlen_q=5, max_seqlen_k=7).shape == (8, 2, 16)
+    with pytest.raises(ValueError, match="max_seqlen_q is 4, but a sequence has 5 queries"):
+        attend_pages(dtype, max_seqlen_q=4, max_seqlen_k=7)
+    with pytest.raises(ValueError, match="max_seqlen_k is 6, but a sequence has 7 keys"):
+        attend_pages(dtype, max_seqlen_q=5, max_seqlen_k=6)
+
+
+def test_a_symbolic_bound_with_pages():
+    compiled = torch.compile(attend_pages, backend="eager", dynamic=True, fullgraph=True)
+    for most in (5, 6, 9):
+        assert compiled(max_seqlen_q=most, max_seqlen_k=most + 2).shape == (8, 2, 16)
+
+
+def test_a_bound_that_is_read_from_a_tensor(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+
+    def call(x, ends):
+        longest = ends.diff().max().item()
+        return fa_ops.attention_varlen(
+            x, x, x, ends, ends, max_seqlen_q=longest, max_seqlen_k=longest
+        )
+
+    x = torch.randn(8, 2, 16)
+    found = torch.compile(call, backend="aot_eager", fullgraph=True)(x, ENDS)
+    torch.testing.assert_close(found, call(x, ENDS))

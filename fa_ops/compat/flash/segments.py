@@ -27,6 +27,8 @@ def packing_of(
         for first, n in ((first_q, queries), (first_k, keys))
     )
     kv_lens = torch.stack((keys, torch.zeros_like(keys)), -1).flatten()[:-1].int()
+    if longest_q is not None and len(kv_lens) and library.can_read(ends_q):
+        longest_q = max(longest_q, int(ends_q.diff().max()))  # also of what lies between
     return Packing(ends_q, ends_k, longest_q, longest_k), kv_lens
 
 
