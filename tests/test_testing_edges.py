@@ -235,3 +235,17 @@ def test_poison_fits_heads_whose_values_are_wider(operand):
     for seed in range(6):
         case = CacheCase(B=1, Hq=1, Hkv=1, S=20, D=8, Dv=32, seed=seed, poison=operand)
         assert_right(case, "cpu")
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_new_keys_of_a_broken_case_are_rotated(page_size):
+    case = CacheCase(S=130, new=3, rotary=8, broken=True, lens=(90, 20), page_size=page_size)
+    *_, cache, spec = case.fresh()
+    spec = spec._replace(kv_lens=torch.tensor([90, 20], dtype=torch.int32))
+    if page_size:
+        cache = cache._replace(page_table=torch.randperm(18).view(2, 9).int())
+    caches = [case.fresh()[1:3] for _ in range(2)]
+    broken_caches.valid_call(*caches[0], cache, spec)
+    reference.cached(case.fresh()[0], *caches[1], cache, spec)
+    for found, expected in zip(*caches):
+        torch.testing.assert_close(found, expected, equal_nan=True)

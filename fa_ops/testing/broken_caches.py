@@ -47,8 +47,10 @@ def valid_call(k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Cache, S
         for n in range(new):
             at = length + n
             if 0 <= at < capacity and (exists is None or exists[b, at // size]):
-                _write(k, cache.key, cache.k_scale, cache, b, n, at)
-                _write(v, cache.value, cache.v_scale, cache, b, n, at)
+                key, value = (x[b, :, n : n + 1].double() for x in (cache.key, cache.value))
+                key = _rotated(key, cache, at).to(cache.key.dtype)
+                _write(k, key, cache.k_scale, cache, b, at)
+                _write(v, value, cache.v_scale, cache, b, at)
     lens = (spec.kv_lens.long() + new).clamp(0, capacity)
     present = [torch.ones(n, dtype=torch.bool, device=k.device) for n in lens.tolist()]
     if exists is not None:
@@ -59,11 +61,15 @@ def valid_call(k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Cache, S
     return cache._replace(key=None, value=None), spec._replace(kv_lens=lens.int()), present
 
 
-def _write(
-    memory: Tensor, new: Tensor, scale: Tensor | None, cache: Cache, b: int, n: int, at: int
-):
+def _rotated(key: Tensor, cache: Cache, position: int) -> Tensor:
+    """A key (H, 1, D), rotated by the last angles if there are none for its position."""
+    last = 0 if cache.rotary_cos is None else len(cache.rotary_cos) - 1
+    return reference.rotate(key, cache, torch.tensor([min(position, last)]))
+
+
+def _write(memory: Tensor, new: Tensor, scale: Tensor | None, cache: Cache, b: int, at: int):
     factor = reference.scales(scale, cache, b, range(at, at + 1), memory.shape[1])
-    x = reference.quantised(new[b, :, n : n + 1].double(), factor.to(new.device), memory.dtype)
+    x = reference.quantised(new.double(), factor.to(new.device), memory.dtype)
     view, index = reference.slots(memory, cache, b, at, at + 1)
     view[index] = x.transpose(0, 1).view(view.dtype)
 
