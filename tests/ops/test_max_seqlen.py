@@ -70,9 +70,8 @@ def test_a_symbolic_bound_with_pages():
         assert compiled(max_seqlen_q=most, max_seqlen_k=most + 2).shape == (8, 2, 16)
 
 
-def test_a_bound_that_is_read_from_a_tensor(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
-
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_bound_that_is_read_from_a_tensor():
     def call(x, ends):
         longest = ends.diff().max().item()
         return fa_ops.attention_varlen(
