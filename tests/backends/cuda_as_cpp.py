@@ -11,6 +11,17 @@ from fa_ops.backends import hopper
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 SOURCES = Path(hopper.__file__).parent / "cuda"
+HALVES = """
+static u32 pack_halves(float low, float high) {
+  const _Float16 x[2] = {(_Float16)low, (_Float16)high};
+  u32 y;
+  return std::memcpy(&y, x, 4), y;
+}
+static float2 unpack_halves(u32 x) {
+  _Float16 y[2];
+  return std::memcpy(y, &x, 4), float2{(float)y[0], (float)y[1]};
+}
+"""
 # In place of `ptx.cuh`, for one warp at a time. The lanes of a warp are coroutines: one that
 # exchanges a value continues when all have.
 WARP = """
@@ -44,15 +55,6 @@ static float e4m3_value(u32 x) {
   return x & 128 ? -size : size;
 }
 static float2 unpack_e4m3(unsigned short x) { return {e4m3_value(x & 255), e4m3_value(x >> 8)}; }
-static u32 pack_halves(float low, float high) {
-  const _Float16 x[2] = {(_Float16)low, (_Float16)high};
-  u32 y;
-  return std::memcpy(&y, x, 4), y;
-}
-static float2 unpack_halves(u32 x) {
-  _Float16 y[2];
-  return std::memcpy(y, &x, 4), float2{(float)y[0], (float)y[1]};
-}
 static void launch_dependent_grids() {}
 static void wait_for_prior_grid() {}
 static void prefetch_l2(const void*) {}
@@ -119,6 +121,7 @@ static int column_offset(int i) { return (i >> 2) * 8 + (i & 1); }
 constexpr int UNBOUNDED = 1 << 29;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f, INFINITE = INFINITY;
 """  # noqa: E501
+WARP += HALVES
 
 
 def built(

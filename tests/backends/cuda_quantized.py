@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fa_ops.backends.hopper import wgmma
 from tests.backends import cuda_cluster
-from tests.backends.cuda_as_cpp import WARP, built
+from tests.backends.cuda_as_cpp import HALVES, WARP, built
 
 MAPS = r"""
 // Copies, by maps of the kernel's parameters: boxes of rows of 128 bytes.
@@ -43,15 +43,9 @@ static int __shfl_up_sync(u32, int x, int by) {
   const int lane = threadIdx.x & 31;
   return (int)y[lane < by ? lane : lane - by];
 }
-static u32 pack_halves(float low, float high) {
-  const _Float16 x[2] = {(_Float16)low, (_Float16)high};
-  u32 y;
-  return std::memcpy(&y, x, 4), y;
-}
-static float2 unpack_halves(u32 x) {
-  _Float16 y[2];
-  return std::memcpy(y, &x, 4), float2{(float)y[0], (float)y[1]};
-}
+"""  # noqa: E501
+MAPS += HALVES
+MAPS += r"""
 static u32 add_halves(u32 a, u32 b) {
   const float2 x = unpack_halves(a), y = unpack_halves(b);
   return pack_halves(x.x + y.x, x.y + y.y);

@@ -17,9 +17,9 @@
 
 constexpr u32 SUMMED_BLOCKS = SUMMED_KEYS / BLOCK_N;
 constexpr bool TAKES_TURNS = CONSUMERS == 3;
-// FIRST_BITS is added to the scores after the turn, rather than written to the accumulators during it. On an
-// H200 this is 1.04x as fast with 128 features, 8192 tokens and no mask, and 0.97x as fast with 64 features,
-// where the additions compete with the row maxima for the ALU.
+// FIRST_BITS is added to the scores after the turn, rather than written to the accumulators during it, so
+// that turns are shorter. With up to 64 features this is slower, as `tests.gpu.compare --groups quantized`
+// shows: the additions compete with the row maxima for the ALU.
 constexpr bool ADDS_FIRST_BITS = IS_INT8 && TAKES_TURNS && HEAD_FEATURES > 64;
 
 struct QuantizedConsumer : QuantizedEpilogue {
