@@ -73,7 +73,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
     if "cu_seqlens_q" in options and options.get("page_table") is not None:
         given = _over_pages(query, key, value, options)
         one = paged_kernel.call_of(*given[:6], given.options)
-        tiled = query_tiles.tiled_call(query, key, *given[3:])
+        tiled = query_tiles.tiled_call(query, key, *given[3:6], given.longest[0], given.options)
         query, tables = tiled.query, {"kv_lens": tiled.kv_lens, "page_table": tiled.page_table}
         options = tables | tiled.options
     describe = _described_quantized if options.keys() & _OF_QUANTIZED else _described

@@ -34,7 +34,7 @@ class PagedCall(NamedTuple):
     cu_seqlens_q: Tensor
     kv_lens: Tensor
     page_table: Tensor
-    max_seqlen_q: int | None
+    longest: tuple[int | None, int | None]  # max_seqlen_q and max_seqlen_k
     options: dict[str, Any]
 
 
@@ -44,7 +44,7 @@ def arguments(
 ) -> PagedCall:  # fmt: skip
     """The call that these arguments of attention_varlen make, types checked.
 
-    `max_seqlen_k` and `deterministic` are checked, and change nothing.
+    `deterministic` is checked, and changes nothing.
     """
     for name, t in (
         ("query", query), ("key", key), ("value", value), ("cu_seqlens_q", cu_seqlens_q),
@@ -76,21 +76,12 @@ def arguments(
         kv_lens = _lengths(query, cu_seqlens_k, page_table)
     if max_seqlen_q is not None:
         max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
-    need_tensor("kv_lens", kv_lens)
     if max_seqlen_k is not None:
         max_seqlen_k = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
-        _check_bound("max_seqlen_k", max_seqlen_k)
-        if library.can_read(kv_lens):
-            checks.max_seqlen("max_seqlen_k", max_seqlen_k, kv_lens, "keys")
     return PagedCall(
-        query, key, value, cu_seqlens_q, kv_lens, page_table, max_seqlen_q, options
+        query, key, value, cu_seqlens_q, need_tensor("kv_lens", kv_lens), page_table,
+        (max_seqlen_q, max_seqlen_k), options,
     )  # fmt: skip
-
-
-def _check_bound(name: str, most: int) -> None:
-    """Raise ValueError for a negative bound, unless it is symbolic: a guard would fix its sign."""
-    if not torch.compiler.is_compiling():
-        checks.need(most >= 0, "{} must not be negative, got {}", name, most)
 
 
 def _lengths(query: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> Tensor:
@@ -107,14 +98,15 @@ def _lengths(query: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> Tensor:
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, kv_lens: Tensor,
-    page_table: Tensor, max_seqlen_q: int | None, options: dict[str, Any],
+    page_table: Tensor, longest: tuple[int | None, int | None], options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of packed queries over a paged cache, with options of attention_with_kv_cache.
 
-    `alibi_slopes` (B, Hq) and `key_ranges` (B, 1, 1, 2) are of sequences. Returns out (Tq, Hq, Dv)
-    and lse (Hq, Tq).
+    `longest` are upper bounds on the queries and keys of a sequence; those on keys are only
+    checked. `alibi_slopes` (B, Hq) and `key_ranges` (B, 1, 1, 2) are of sequences. Returns out
+    (Tq, Hq, Dv) and lse (Hq, Tq).
     """
-    check(query, key, value, cu_seqlens_q, kv_lens, page_table, max_seqlen_q)
+    check(query, key, value, cu_seqlens_q, kv_lens, page_table, longest)
     tokens = query.shape[0]
     is_empty = not tokens or not page_table.shape[0]
     if not is_empty:
@@ -127,7 +119,7 @@ def attention(
     if is_empty:
         return query.new_zeros(*query.shape[:2], value.shape[3]), _no_keys(query)
     call = query_tiles.tiled_call(
-        query, key, cu_seqlens_q, kv_lens, page_table, max_seqlen_q, options
+        query, key, cu_seqlens_q, kv_lens, page_table, longest[0], options
     )
     out, lse = attention_with_kv_cache(
         call.query, key, value, call.kv_lens, call.page_table, return_lse=True, **call.options
@@ -138,11 +130,12 @@ def attention(
 
 def check(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, kv_lens: Tensor,
-    page_table: Tensor, max_seqlen_q: int | None = None,
+    page_table: Tensor, longest: tuple[int | None, int | None] = (None, None),
 ) -> None:  # fmt: skip
     """Raise ValueError or TypeError for what attention over the tiles would not find or not name.
 
-    On the CPU also for cu_seqlens, lengths and pages that do not lie among the tokens and pages.
+    On the CPU also for cu_seqlens, lengths and pages that do not lie among the tokens and pages,
+    and for sequences that are longer than `longest`.
     """
     need, layout = checks.need, "(pages, page_size, Hkv, D)"
     need(query.dim() == 3, "query must have shape (T, H, D), got {}", query.shape)
@@ -159,13 +152,15 @@ def check(
     for name, t in integers:
         checks.integers(query, name, t)
     for (name, t), size in zip(integers, (B + 1, B)):
-        if t.shape != (size,):  # `checks.has_shape` cannot be traced with symbolic sizes
+        if t.shape != (size,):  # `checks.need` cannot be traced with symbolic numbers
             raise ValueError(f"{name} must have shape ({size},), got {tuple(t.shape)}")
-    if max_seqlen_q is not None:
-        _check_bound("max_seqlen_q", max_seqlen_q)
+    for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest):
+        if most is not None and most < 0:
+            raise ValueError(f"{name} must not be negative, got {most}")
     if library.can_read(cu_seqlens_q, kv_lens, page_table):
         checks.cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0])
-        checks.max_seqlen("max_seqlen_q", max_seqlen_q, cu_seqlens_q.diff(), "queries")
+        checks.max_seqlen("max_seqlen_q", longest[0], cu_seqlens_q.diff(), "queries")
+        checks.max_seqlen("max_seqlen_k", longest[1], kv_lens, "keys")
         cache_checks.values(query, key, value, CacheTensors(kv_lens, page_table), "key")
 
 

@@ -51,7 +51,7 @@ def attend_pages(dtype=torch.float32, **options):
     query, pages = torch.randn(8, 2, 16).to(dtype), torch.randn(4, 4, 2, 16).to(dtype)
     table, lens = torch.arange(4).view(2, 2).int(), torch.tensor([7, 5], dtype=torch.int32)
     scales = {f"{name}_scale": torch.ones(1) for name in "qkv"} if dtype == E4M3 else {}
-    options |= {"kv_lens": lens, "page_table": table, **scales}
+    options = {"kv_lens": lens, "page_table": table, **scales} | options
     return fa_ops.attention_varlen(query, pages, pages, ENDS, None, **options)
 
 
@@ -68,6 +68,13 @@ def test_a_symbolic_bound_with_pages():
     compiled = torch.compile(attend_pages, backend="eager", dynamic=True, fullgraph=True)
     for most in (5, 6, 9):
         assert compiled(max_seqlen_q=most, max_seqlen_k=most + 2).shape == (8, 2, 16)
+    with pytest.raises(ValueError, match="max_seqlen_q must not be negative, got -1"):
+        torch.compile(attend_pages, backend="eager")(max_seqlen_q=-1, max_seqlen_k=7)
+
+
+def test_lengths_are_checked_before_they_are_compared():
+    with pytest.raises(ValueError, match=r"kv_lens must have shape \(2,\), got \(\)"):
+        attend_pages(max_seqlen_k=7, kv_lens=torch.tensor(5, dtype=torch.int32))
 
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)

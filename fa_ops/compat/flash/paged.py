@@ -37,7 +37,7 @@ def attend_pages(
     shape("(B, max_pages)", block_table=table)
     inputs = [unit_stride(x) for x in (q, k, v)]
     detached = (x.detach() for x in inputs)
-    out, lse = varlen_pages.attention(*detached, ends, lens, table, longest, options)
+    out, lse = varlen_pages.attention(*detached, ends, lens, table, (longest, None), options)
     message = "attention over pages (block_table) has no backward pass"
     return undifferentiable(message, inputs, out, lse)
 

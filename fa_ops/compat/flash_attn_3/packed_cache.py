@@ -48,7 +48,7 @@ class Packed(NamedTuple):
                 ends_k, k, v = _even(B, k), k.flatten(0, 1), v.flatten(0, 1)
             check_new(q, caches, k, v, ends_k, lens)
             filled = (lens + ends_k.diff()).int()
-            varlen_pages.check(q, caches.k, caches.v, ends, filled, caches.table, longest)
+            varlen_pages.check(q, caches.k, caches.v, ends, filled, caches.table, (longest, None))
             check_options(q, qv, caches, filled, options)
             q, k = self._rotated(q, k, ends, ends_k)
             append(caches, k, v, ends_k, lens)
