@@ -12,21 +12,23 @@ from torch._dynamo.utils import counters
 from compile_passes import report
 from compile_passes.graph import flex, multi_head, sdpa
 from compile_passes.graph.dead_nodes import drop_dead_nodes
+from compile_passes.graph.einsums import split_einsums
 from compile_passes.graph.indexed_writes import rewrite_indexed_writes
 from compile_passes.graph.inlined_call import InlinedAttention, InlinedCall
-from compile_passes.graph.ir import GraphView, Value
+from compile_passes.graph.ir import EXAMPLES, SOURCE_METADATA, GraphView, Value
 from compile_passes.graph.joined_keys import split_joined_keys
 from compile_passes.graph.metadata_readers import detach_metadata_readers
 from compile_passes.graph.normalised_weights import divide_products
 from compile_passes.graph.stored_outputs import StoredOutputs
 from compile_passes.graph.viewed_writes import rewrite_viewed_writes
-from compile_passes.graph.vocabulary import raw_name
+from compile_passes.graph.vocabulary import operation, raw_name
 from compile_passes.graph.weight_sums import distribute_products
 from compile_passes.masks import call_rules
 from compile_passes.masks.classified_masks import ClassifiedMasks
 from compile_passes.masks.classify import classify_masks
 from compile_passes.masks.exactness import Exactness
 from compile_passes.masks.symbolic_eval import SymbolicEvaluator
+from compile_passes.masks.zeroed_weights import NotMaskedAlike, with_gate_for_fill
 from compile_passes.match.attention_site import AttentionSite, attention_site
 from compile_passes.match.match_state import Core, RowStatistic
 from compile_passes.match.matcher import NO_SCORES as NO_SCORES
@@ -79,8 +81,10 @@ def fuse(
     calls = {call.softmax: call for call in found_calls if isinstance(call, InlinedAttention)}
     rewrite_viewed_writes(graph)
     writes = rewrite_indexed_writes(graph)
+    einsums = split_einsums(graph)
     rewritten = [*split_joined_keys(graph), *divide_products(graph)]
-    inlined += [*calls.values(), *distribute_products(graph), *reversed(rewritten), *writes]
+    inlined += [*calls.values(), *distribute_products(graph), *reversed(rewritten), *einsums]
+    inlined += writes
     order = {node: i for i, node in enumerate(graph.nodes)}
     try:
         view = GraphView(graph)
@@ -116,6 +120,28 @@ def fuse(
     findings = [found[node] for node in sorted(found, key=order.__getitem__)]
     report.record(findings)
     return findings
+
+
+def keep_left_softmaxes(graph: fx.Graph) -> None:
+    """Keep Inductor's own attention patterns from the softmaxes of a graph in which everything that
+    :func:`fuse` can prove to be attention is fused. These patterns ignore the numbers in a graph:
+    the dimension of a softmax or transposition, fills, dtypes. Scores that are negated twice have
+    the same bits, cost nothing in the kernel of the softmax, and match none of them.
+    """
+    for node in list(graph.nodes):
+        name = operation(node)[0]
+        by_hand = name == "amax" and any(operation(user)[0] == "sub" for user in node.users)
+        given = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+        if not (name == "softmax" or by_hand) or not isinstance(given, fx.Node):
+            continue
+        kept = given
+        meta = {key: node.meta[key] for key in SOURCE_METADATA if key in node.meta}
+        meta |= {key: given.meta[key] for key in EXAMPLES if key in given.meta}
+        with graph.inserting_before(node):
+            for _ in range(2):
+                kept = graph.call_function(torch.neg, (kept,))
+                kept.meta = {**meta}
+        node.replace_input_with(given, kept)
 
 
 def _may_hold_attention(graph: fx.Graph) -> bool:
@@ -166,7 +192,14 @@ class CoreFusion:
 
     def _fuse(self, core: Core) -> FusedCore:
         site = attention_site(core, self.lses)
-        masks = classify_masks(site, self.evaluator)
+        try:
+            masks = classify_masks(site, self.evaluator)
+        except NotMaskedAlike as refusal:
+            try:
+                site = attention_site(with_gate_for_fill(core), self.lses)
+            except Refused:
+                raise refusal from None
+            masks = classify_masks(site, self.evaluator)
         why = self._reason_to_take(site, masks)
         try:
             return self._rewritten(site, masks, why)

@@ -13,7 +13,7 @@ from torch._dynamo.utils import dynamo_timed
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from compile_passes.fuse import checked_products, fuse
+from compile_passes.fuse import checked_products, fuse, keep_left_softmaxes
 
 TIMER = "compile_passes.fuse"  # in torch._dynamo.utils.compilation_time_metrics
 
@@ -64,6 +64,7 @@ class FusionPass(CustomGraphPass):
         """Fuse the attention of a graph in place."""
         with dynamo_timed(TIMER):
             fuse(graph, **self.options)
+            keep_left_softmaxes(graph)
 
     def uuid(self) -> str | None:
         """The pass's part of Inductor's cache key. None, with which nothing is cached, if weights

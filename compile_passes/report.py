@@ -127,7 +127,9 @@ class Report:
         counts = [self._count("softmax", "softmaxes")]
         others = dict.fromkeys(f.operation for f in self.findings)
         counts += [self._count(name, f"calls of {name}") for name in others if name != "softmax"]
-        head = f"{'; '.join(filter(None, counts)) or '0 of 0 softmaxes'} fused, in {graphs}"
+        head = f"{'; '.join(filter(None, counts))} fused, in {graphs}"
+        if not self.findings:
+            head = f"no softmax and no call of attention was found, in {graphs}"
         return "\n".join([head, *map(str, self.findings)])
 
     def _count(self, operation: str, name: str) -> str:

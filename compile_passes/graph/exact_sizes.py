@@ -1,5 +1,5 @@
 """Equality and divisibility of symbolic sizes with divisions that leave no remainder, such as
-n * (m // n) where n divides m, as views of windows have them.
+n * (m // n) where n divides m, as views of windows have them, and their signs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,17 @@ def divides(a: int | SymInt, b: int | SymInt) -> bool:
     """Whether b is a multiple of a once exact divisions are fractions."""
     env = _divided(a, b)
     return env is not None and _is_whole(_fraction(b, env) / _fraction(a, env))
+
+
+def is_nonnegative(n: int | SymInt) -> bool:
+    """Whether an integer is 0 or more for all inputs, also where only a part of a guard says so."""
+    if type(n) is int or statically_known_true(n >= 0):
+        return n >= 0 if type(n) is int else True
+    guards = (part for g in n.node.shape_env.guards for part in sympy.And.make_args(g.expr))
+    known = (
+        g.gts - g.lts for g in guards if isinstance(g, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt))
+    )
+    return any(sympy.expand(n.node.expr - least).is_nonnegative for least in known)
 
 
 def _divided(*sizes: int | SymInt) -> ShapeEnv | None:

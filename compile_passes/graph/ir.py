@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from compile_passes.graph import vocabulary
 
 SOURCE_METADATA = ("stack_trace", "nn_module_stack", "source_fn_stack")
+EXAMPLES = ("example_value", "val")  # in Dynamo's graphs, in exported ones
 
 
 @dataclasses.dataclass(eq=False, slots=True)

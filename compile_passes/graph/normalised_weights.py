@@ -1,19 +1,28 @@
 """Attention weights that are divided by their sum over the keys, as in ConViT:
-(w / sum(w)) @ v = (w @ v) / sum(w). A softmax sums to 1, so that no weights are read for it.
+(w / sum(w)) @ v = (w @ v) / sum(w). A softmax sums to 1, so that no weights are read for it. Any
+other sum is one more feature of the product, whose values are ones. A softmax times a gate that is
+an exponential or a sigmoid is that of the scores plus the logarithm of the gate.
 """
 
 from __future__ import annotations
 
+import math
 import operator
+from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from compile_passes.graph.axes import is_one, sizes_equal
 from compile_passes.graph.inserter import NodeInserter
 from compile_passes.graph.ir import example
 from compile_passes.graph.rewritten_nodes import RewrittenNodes, attempt, replace
+from compile_passes.graph.strides import restride
 from compile_passes.graph.vocabulary import bind, operation
 from compile_passes.graph.weight_sums import (
+    are_alike,
     is_product_of,
     softmaxes_of,
     with_operand,
@@ -40,33 +49,146 @@ def _divided_later(division: fx.Node) -> RewrittenNodes | None:
     if writes and (operation(weights)[0] not in _NEW_TENSORS or operation(weights)[2]):
         return None
     found = _sum_over_keys(given["other"], weights)
-    if found is None or set(weights.users) != {found[0][0], division}:
+    if found is None or set(weights.users) != {found.nodes[0], division}:
         return None
-    nodes, added = found
     chain = _until_product(division)
     inserter = NodeInserter(division.graph, chain[-1] if chain else division)
     total = _total(inserter, weights)
-    if isinstance(total, float) and total + added:
+    if isinstance(total, float) and found.of(total):
         inserter.undo()
         inserter = NodeInserter(division.graph, division)
-        out = inserter.function(operator.mul, weights, 1.0 / (total + added))
-        return replace(out, inserter, [*nodes, division], softmaxes_of(weights))
-    if not isinstance(total, fx.Node) or not chain:
-        inserter.undo()
+        out = inserter.function(operator.mul, weights, 1.0 / found.of(total))
+        return replace(out, inserter, [*found.nodes, division], softmaxes_of(weights))
+    if isinstance(total, fx.Node) and chain:
+        rows = _without_keys(inserter, found.of(total, inserter), example(weights).dim())
+        made = _undivided_product(inserter, weights, division, chain)
+        out = with_rows(inserter, operator.truediv, made, chain[-1], rows)
+        return replace(out, inserter, [*found.nodes, division, *chain], softmaxes_of(weights))
+    inserter.undo()
+    if total is not None:
         return None
-    total = inserter.function(operator.add, total, added) if added else total
+    by_logarithm = _by_logarithm(division, weights, found)
+    return by_logarithm or _by_feature(division, weights, found, chain)
+
+
+def _undivided_product(
+    inserter: NodeInserter, weights: fx.Node, division: fx.Node, chain: list[fx.Node]
+) -> fx.Node:
+    """The product at the end of a chain, of the weights as they were before the division."""
     made = weights
     for before, node in zip([division, *chain], chain, strict=False):
         if not _is_off(node):
             made = with_operand(inserter, node, before, made)
-    rows = _without_keys(inserter, total, example(weights).dim())
-    out = with_rows(inserter, operator.truediv, made, chain[-1], rows)
-    return replace(out, inserter, [*nodes, division, *chain], softmaxes_of(weights))
+    return made
 
 
-def _sum_over_keys(node: object, weights: fx.Node) -> tuple[list[fx.Node], float] | None:
-    """(nodes, the number that they add) of the sum of weights over the keys, which are kept as a
-    dimension of size 1; None if a node is anything else.
+def _by_feature(
+    division: fx.Node, weights: fx.Node, total: Total, chain: list[fx.Node]
+) -> RewrittenNodes | None:
+    """(w / sum(w)) @ v, where the sum is that of the product with ones, a further feature of v.
+    Weights that are dropped out after the division have another sum.
+    """
+    dropped = any(operation(x)[0] == "dropout" and not _is_off(x) for x in chain)
+    where = _feature_dims(chain[-1]) if chain and not dropped else None
+    if where is None:
+        return None
+    inserter, product = NodeInserter(division.graph, chain[-1]), chain[-1]
+    value = product.args[-1]
+    one = inserter.function(operator.getitem, value, _at(value, where[0], slice(0, 1)))
+    ones = inserter.function(torch.ones_like, one)
+    value = inserter.function(torch.cat, [value, ones], where[0])
+    made = _undivided_product(inserter, weights, division, chain[:-1])
+    args = map_arg(product.args[:-1], lambda n: made)
+    insert = inserter.method if product.op == "call_method" else inserter.function
+    both = insert(product.target, *args, value)
+    parts = (slice(None, -1), slice(-1, None))
+    rows, sums = (inserter.function(operator.getitem, both, _at(both, where[1], x)) for x in parts)
+    out = inserter.function(operator.truediv, rows, total.of(sums, inserter))
+    out = restride(inserter, out, product)
+    return replace(out, inserter, [*total.nodes, division, *chain], softmaxes_of(weights))
+
+
+def _feature_dims(product: fx.Node) -> tuple[int, int] | None:
+    """The dimension of the features in the value and in the product of weights with it; None where
+    there are none, or several.
+    """
+    x = product.args[-1]
+    if operation(product)[0] == "matmul":
+        return (-1, -1) if isinstance(x, fx.Node) and example(x).dim() > 1 else None
+    left, _, out = product.args[0].replace(" ", "").partition("->")
+    of_weights, _, of_value = left.partition(",")
+    features = [label for label in of_value if label not in of_weights]
+    if "." in left or len(features) != 1 or out.count(features[0]) != 1:
+        return None
+    return of_value.index(features[0]), out.index(features[0])
+
+
+def _at(x: fx.Node, dim: int, index: slice) -> tuple:
+    full = [slice(None)] * example(x).dim()
+    full[dim] = index
+    return tuple(full)
+
+
+def _by_logarithm(division: fx.Node, weights: fx.Node, total: Total) -> RewrittenNodes | None:
+    """softmax(s) * g / sum(softmax(s) * g) as softmax(s + log(g)), for positive gates g."""
+    name, parameters, writes = operation(weights)
+    given = bind(weights, parameters)
+    factors = [given.get(x) for x in ("input", "other")]
+    if name != "mul" or writes or (total.added, total.least) != (0.0, None):
+        return None
+    softmax, gate = factors if operation(factors[0])[0] == "softmax" else reversed(factors)
+    if operation(softmax)[0] != "softmax" or list(softmax.users) != [weights]:
+        return None
+    scores = softmax.args[0] if softmax.args else None
+    inserter = NodeInserter(division.graph, division)
+    log = _logarithm(inserter, gate) if isinstance(gate, fx.Node) and scores else None
+    if log is None or example(log).dtype != example(scores).dtype:
+        inserter.undo()
+        return None
+    added = inserter.function(operator.add, scores, log)
+    if not are_alike(example(added), example(scores)):
+        inserter.undo()
+        return None
+    out = with_operand(inserter, softmax, scores, added)
+    if not are_alike(example(out), example(division)):
+        inserter.undo()
+        return None
+    return replace(out, inserter, [softmax, weights, *total.nodes, division], {out})
+
+
+def _logarithm(inserter: NodeInserter, gate: fx.Node, depth: int = 4) -> fx.Node | None:
+    """The logarithm of an exponential or a sigmoid, also of a view of one; else None."""
+    name, _, writes = operation(gate)
+    x = gate.args[0] if gate.args and isinstance(gate.args[0], fx.Node) else None
+    if x is None or writes or depth == 0:
+        return None
+    if name in ("sigmoid", "exp"):
+        return inserter.function(F.logsigmoid, x) if name == "sigmoid" else x
+    if name not in ("reshape", "permute", "expand", "getitem") or len(gate.all_input_nodes) > 1:
+        return None
+    inner = _logarithm(inserter, x, depth - 1)
+    return inner and with_operand(inserter, gate, x, inner)
+
+
+class Total(NamedTuple):
+    """max(sum + added, least) of weights over the keys, computed by `nodes`."""
+
+    nodes: list[fx.Node]
+    added: float = 0.0
+    least: float | None = None
+
+    def of(self, total: fx.Node | float, inserter: NodeInserter | None = None) -> fx.Node | float:
+        """The number or the node for a sum that is known."""
+        if isinstance(total, float):
+            return max(total + self.added, -math.inf if self.least is None else self.least)
+        if self.added:
+            total = inserter.function(operator.add, total, self.added)
+        return total if self.least is None else inserter.method("clamp", total, min=self.least)
+
+
+def _sum_over_keys(node: object, weights: fx.Node) -> Total | None:
+    """The sum of weights over the keys, which are kept as a dimension of size 1; None if a node is
+    anything else.
     """
     if not _is_float(node) or operation(node)[2]:
         return None
@@ -74,17 +196,21 @@ def _sum_over_keys(node: object, weights: fx.Node) -> tuple[list[fx.Node], float
     given = bind(node, parameters)
     if name == "sum":
         is_sum = _is_over_keys(given, weights) and given.keys() <= {"input", "dim", "keepdim"}
-        return ([node], 0.0) if is_sum else None
+        return Total([node]) if is_sum else None
     found = _sum_over_keys(given.get("input"), weights)
-    if found is None or len(found[0][-1].users) != 1:
+    if found is None or len(found.nodes[-1].users) != 1:
         return None
-    nodes, added = found
-    if name == "add":
-        number = given.get("other")
-        known = type(number) in (int, float) and given.keys() == {"input", "other"}
-        return ([*nodes, node], added + number) if known else None
+    nodes = [*found.nodes, node]
+    if name in ("add", "clamp", "clamp_min"):
+        other = "min" if name == "clamp" or "min" in given else "other"
+        known = type(given.get(other)) in (int, float) and given.keys() == {"input", other}
+        if not known or found.least is not None:
+            return None
+        if name == "add":
+            return Total(nodes, found.added + given[other])
+        return Total(nodes, found.added, given[other])
     inserts = name == "reshape" or (name == "getitem" and len(node.all_input_nodes) == 1)
-    return ([*nodes, node], added) if inserts and _has_rows_of(node, weights) else None
+    return found._replace(nodes=nodes) if inserts and _has_rows_of(node, weights) else None
 
 
 def _is_float(node: object) -> bool:

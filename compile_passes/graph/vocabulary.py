@@ -81,6 +81,7 @@ _PARAMETERS = {
     "repeat": "input repeats*",
     "repeat_interleave": "input repeats dim",
     "getitem": "input index",
+    "narrow": "input dim start length",
     "cat": "tensors dim",
     "pad": "input pad mode value",
     "full": "size fill_value",

@@ -14,6 +14,7 @@ import torch
 from compile_passes.graph import layout
 from compile_passes.graph.axes import Axis, Dims, broadcast_dims, resolve_dims
 from compile_passes.graph.constants import constant_value
+from compile_passes.graph.exact_sizes import is_nonnegative
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.graph.vocabulary import LAYOUT
 from compile_passes.masks.affine import (
@@ -202,5 +203,4 @@ def every_row_attends(window: Window, site: AttentionSite) -> bool:
     if window == (None, None):
         return True
     i, j = single_axis(site.queries), single_axis(site.keys)
-    surplus = sympy.expand(symbolic(j.size) - symbolic(i.size))
-    return bool(surplus.is_nonnegative)
+    return is_nonnegative(j.size - i.size)

@@ -11,8 +11,9 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from compile_passes.graph import layout
-from compile_passes.graph.axes import Axis, is_one, sizes_equal
+from compile_passes.graph.axes import Axis, Size, is_one, sizes_equal
 from compile_passes.graph.constants import constant_value, guarded_constant
+from compile_passes.graph.exact_sizes import is_nonnegative
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.masks.affine import (
     AbsoluteValue,
@@ -102,16 +103,37 @@ def _getitem(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Ele
     for i in index:
         if i is None:
             next(rest)
-        elif isinstance(i, slice) and i.step in (None, 1):
-            start = 0 if i.start is None else i.start
-            if type(start) is not int or start < 0:
-                return None
-            result.append(next(rest).plus(Affine.from_size(start)))
-        elif type(i) is int and i >= 0:
-            result.append(Affine.from_size(i))
-        else:
+            continue
+        sliced = isinstance(i, slice)
+        first = _position(i.start if sliced else i, x.shape[len(result)])
+        if first is None or (sliced and i.step not in (None, 1)):
             return None
+        result.append(next(rest).plus(first) if sliced else first)
     return evaluator.element(x, (*result, *rest))
+
+
+def _position(index: object, n: Size) -> Affine | None:
+    """The position of an index in n elements, of which a negative one counts from the end; None
+    where its sign is not known or it lies before the first element.
+    """
+    i = index.tensor if isinstance(index, Value) else 0 if index is None else index
+    if isinstance(i, bool) or not isinstance(i, (int, SymInt)):
+        return None
+    if is_nonnegative(i):
+        return Affine.from_size(i)
+    if is_nonnegative(-1 - i) and is_nonnegative(n + i):
+        return Affine.from_size(n).plus(Affine.from_size(i))
+    return None
+
+
+def _narrow(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    x, dim, start = (value.args.get(name) for name in ("input", "dim", "start"))
+    first = _position(start, x.shape[dim]) if type(dim) is int else None
+    if first is None:
+        return None
+    moved = list(at)
+    moved[dim] = at[dim].plus(first)
+    return evaluator.element(x, tuple(moved))
 
 
 def _gather(
@@ -285,6 +307,7 @@ RULES: dict[str, Callable[[SymbolicEvaluator, Value, Coordinates], Element | Non
     "repeat": _repeat,
     "cast": _cast,
     "getitem": _getitem,
+    "narrow": _narrow,
     "neg": _neg,
     "abs": _abs,
     "not": _not,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from compile_passes.graph.constants import constant_value
 from compile_passes.graph.ir import Value, same_contents
 from compile_passes.masks.mask_terms import Term
 from compile_passes.match.attention_site import AttentionSite
-from compile_passes.match.match_state import MAX_MASK_FILL, BiasTerm, FillTerm
+from compile_passes.match.match_state import MAX_MASK_FILL, BiasTerm, Core, FillTerm
 from compile_passes.match.zero_one import is_zero_or_one, number_beside_zeros
 from compile_passes.report import Refused
 
@@ -36,7 +37,24 @@ def mask_applied_twice(
         others = any(may_hide_keys(t) for t in biases if t is not found)
         if fill == -math.inf or (fill <= MAX_MASK_FILL and not others):
             return found
-    raise Refused("the attention weights are masked after the softmax, not as the scores were")
+    raise NotMaskedAlike(
+        "the attention weights are masked after the softmax, not as the scores were"
+    )
+
+
+class NotMaskedAlike(Refused):
+    """Weights are masked after the softmax in another way than the scores were."""
+
+
+def with_gate_for_fill(core: Core) -> Core:
+    """The core with the mask of its weights as a gate of the values, which it is if it is the same
+    for every query.
+    """
+    weights = core.weights
+    gates = (*weights.gates, weights.zero_fill)
+    return dataclasses.replace(
+        core, weights=dataclasses.replace(weights, zero_fill=None, gates=gates)
+    )
 
 
 def _is_same_mask(fill: FillTerm, zero: FillTerm) -> bool:

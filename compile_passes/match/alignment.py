@@ -7,9 +7,9 @@ import torch
 from compile_passes.graph import layout
 from compile_passes.graph.axes import Axis, Dims, Group, broadcast_dims, is_one, resolve_dims
 from compile_passes.graph.constants import constant_value, round_to
+from compile_passes.graph.einsums import parsed
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.match.match_state import Leaf, Tracked
-from compile_passes.match.products import letters
 from compile_passes.report import Refused
 
 
@@ -54,12 +54,12 @@ def reduced(value: Value, dims: Dims, reason: str) -> tuple[Group, Dims]:
 
 def summed_by_einsum(value: Value, dims: Dims) -> tuple[Group, Dims]:
     """`reduced` of an einsum of one operand."""
-    equation, operands = value.args.get("equation"), value.args.get("operands", ())
-    terms = equation.replace(" ", "").split("->") if isinstance(equation, str) else []
+    given = value.args.get("equation"), value.args.get("operands", ())
+    e = parsed(*given, lambda x: len(x.shape) if is_tensor(x) else None)
     reason = "their exponentials are not summed over one dimension"
-    if len(operands) != 1 or len(terms) != 2:
+    if e is None or len(e.operands) != 1:
         raise Refused(reason)
-    names, kept = letters(terms[0], len(dims)), letters(terms[1], len(dims) - 1)
+    (names,), kept = e.terms, e.out
     groups = dict(zip(names, resolve_dims(dims), strict=True))
     summed = groups.keys() - set(kept)
     if len(groups) < len(dims) or len(summed) != 1 or not groups.keys() >= set(kept):

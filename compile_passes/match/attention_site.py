@@ -93,10 +93,15 @@ def attention_site(core: Core, lses: Sequence[RowStatistic] = ()) -> AttentionSi
     q, k, v = (Leaf(*layout.undo_layout(x.value, x.dims, dtype, core.out)) for x in (q, k, core.v))
     _check_dtypes(core, (q, k, v))
     queries, keys = resolve(queries), resolve(keys)
-    if (k.axes() - set(keys) - set(resolve(scores.summed))) - q.axes() - v.axes():
+    of_values = v.axes().union(*(gate.axes() for gate in core.weights.gate_leaves()))
+    if of_values & set(queries) - v.axes():
+        raise Refused(
+            "the attention weights are multiplied by a tensor that varies over queries and keys"
+        )
+    if (k.axes() - set(keys) - set(resolve(scores.summed))) - q.axes() - of_values:
         raise Refused("each query has keys of its own, but all have the same values")
     batch = [a for a in all_axes(core.weights.dims) if a not in queries and a not in keys]
-    shared = [a for a in batch if a not in k.axes() and a not in v.axes()]
+    shared = [a for a in batch if a not in k.axes() and a not in of_values]
     sink = scores.sink.axes() if scores.sink else set()
     batch_group, heads, kv_heads = _split_heads(batch, shared, sink, core.weights.dims)
     site = AttentionSite(

@@ -116,8 +116,18 @@ class MatchedScores(Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
+class KeyGate:
+    """A factor of the weights that varies along the keys, or a divisor."""
+
+    leaf: Leaf
+    divides: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class MatchedWeights(Tracked):
-    """softmax(scores) over `keys`, with dropout, times `gain` and `factors` without key axes."""
+    """softmax(scores) over `keys`, with dropout, times `gain` and `factors` without key axes, and
+    times `gates`, or 0 where these are fills.
+    """
 
     scores: MatchedScores
     softmax: Value
@@ -128,11 +138,16 @@ class MatchedWeights(Tracked):
     zero_sink: bool = False  # the denominator was 1 + sum(exp(scores))
     zero_fill: FillTerm | None = None  # weights that were filled with 0 after the softmax
     row_fills: tuple[FillTerm, ...] = ()  # rows that were, by masks without key axes
+    gates: tuple[KeyGate | FillTerm, ...] = ()
     by_lse: bool = False  # computed as exp(scores - logsumexp(scores))
 
     def key_axes(self) -> set[Axis]:
         """The axes of the keys."""
         return set(resolve(self.keys))
+
+    def gate_leaves(self) -> tuple[Leaf, ...]:
+        """The tensors of the gates."""
+        return tuple(g.leaf if isinstance(g, KeyGate) else g.mask for g in self.gates)
 
 
 @dataclasses.dataclass(frozen=True)

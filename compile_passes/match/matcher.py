@@ -239,6 +239,7 @@ class Matcher:
         if not isinstance(state, MatchedScores):
             written = self._writer_of_scores(value.args.get("input"))
             why = f"{WRITTEN} {written}, which is no mask or bias" if written else NO_SCORES
+            why += _einsum_before(value)
             self.misses[value] = state.reason if isinstance(state, Mismatch) else why
             return None
         dim = value.args.get("dim")
@@ -361,9 +362,22 @@ def _apply_to_scores(
     return rule(value, s, name)
 
 
+def _einsum_before(softmax: Value, depth: int = 12) -> str:
+    """What a softmax is of, if it is of an einsum that is no product of two tensors."""
+    x = softmax.args.get("input")
+    while isinstance(x, Value) and x.op and depth:
+        if x.op == "einsum":
+            n = len(x.node.all_input_nodes)
+            return f", but an einsum of {n} tensors that is no product of two with a sum over both"
+        x, depth = x.args.get("input"), depth - 1
+    return ""
+
+
 def _unsupported(value: Value, state: Tracked, name: str) -> State:
     if raw_name(value.node) in ("conv1d", "conv2d", "linear") and name == "input":
         raise Refused(TALKING_HEADS)
+    if value.op == "einsum":
+        raise Refused("an einsum is applied to them that is no product with a value")
     raise Refused(f"{raw_name(value.node)} is applied to them")
 
 

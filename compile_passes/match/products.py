@@ -8,6 +8,7 @@ from torch import nn
 
 from compile_passes.graph.axes import Size, is_one
 from compile_passes.graph.constants import constant_value
+from compile_passes.graph.einsums import parsed
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.graph.vocabulary import LAYOUT
 
@@ -142,33 +143,11 @@ def _sum_of_product(value: Value) -> Contraction | None:
 
 
 def _einsum(value: Value) -> Contraction | None:
-    equation, operands = value.args.get("equation"), value.args.get("operands", ())
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or not all(map(is_tensor, operands)):
-        return None
-    equation = equation.replace(" ", "")
-    if "->" not in equation:
-        return None
-    left, out = equation.split("->")
-    terms = left.split(",")
-    if len(terms) != 2:
-        return None
-    la, lb = (letters(t, len(x.shape)) for t, x in zip(terms, operands, strict=True))
-    rank = max(sum(x.startswith(".") for x in labels) for labels in (la, lb))
-    lo = letters(out, len(out.replace("...", "")) + rank)
-    if len(set(la)) < len(la) or len(set(lb)) < len(lb):
-        return None  # the diagonal of an operand
-    return _checked(*operands, la, lb, lo)
-
-
-def letters(term: str, rank: int) -> tuple[str, ...]:
-    """One label for each dimension; those of an ellipsis are ..., ".1", ".0"."""
-    if "..." not in term:
-        return tuple(term)
-    before, after = term.split("...")
-    dots = rank - len(before) - len(after)
-    return (*before, *(f".{i}" for i in reversed(range(dots))), *after)
+    given = value.args.get("equation"), value.args.get("operands", ())
+    e = parsed(*given, lambda x: len(x.shape) if is_tensor(x) else None)
+    if e is None or len(e.operands) != 2 or any(len(set(t)) < len(t) for t in e.terms):
+        return None  # the diagonal of an operand is taken
+    return _checked(*e.operands, *e.terms, e.out)
 
 
 def _checked(a: Value, b: Value, la: tuple, lb: tuple, lo: tuple) -> Contraction | None:

@@ -8,7 +8,13 @@ from compile_passes.graph.axes import all_axes, sizes_equal
 from compile_passes.graph.constants import constant_value, guarded_constant
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.match.alignment import align, other_operand, without_inversion
-from compile_passes.match.match_state import FillTerm, MatchedWeights, NanWeights, State
+from compile_passes.match.match_state import (
+    FillTerm,
+    KeyGate,
+    MatchedWeights,
+    NanWeights,
+    State,
+)
 from compile_passes.match.zero_one import is_zero_or_one, without_cast
 from compile_passes.report import Refused
 
@@ -33,9 +39,10 @@ def _dropped(value: Value, w: MatchedWeights, p: float, gain: float, mask: tuple
 
 
 def mul(value: Value, w: MatchedWeights, name: str) -> State:
-    """They are multiplied by a dropout mask, a number, or a tensor constant along the keys."""
+    """They are multiplied by a dropout mask, a number, or a factor of rows or of keys."""
     x = other_operand(value, name)
-    if value.op == "div" and (name != "input" or constant_value(x) in (None, 0)):
+    rounded = value.args.get("rounding_mode") is not None
+    if value.op == "div" and (name != "input" or rounded or constant_value(x) == 0):
         raise Refused("they are divided by something")
     mask = _dropout_mask(x, w) if value.op == "mul" else None
     if mask is not None:
@@ -47,8 +54,12 @@ def mul(value: Value, w: MatchedWeights, name: str) -> State:
     if not isinstance(leaf.value, Value):
         c = 1.0 / leaf.value if value.op == "div" else leaf.value
         return w.extend(value, gain=w.gain * c)
-    if leaf.axes() & w.key_axes() or len(all_axes(dims)) != len(all_axes(w.dims)):
-        raise Refused("they are multiplied by a tensor that varies along the keys")
+    if len(all_axes(dims)) != len(all_axes(w.dims)):
+        raise Refused("they are multiplied by a tensor that has dimensions which they lack")
+    if leaf.axes() & w.key_axes():
+        return w.extend(value, gates=(*w.gates, KeyGate(leaf, value.op == "div")))
+    if value.op == "div":
+        raise Refused("they are divided by something")
     return w.extend(value, factors=(*w.factors, leaf))
 
 

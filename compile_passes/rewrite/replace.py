@@ -16,6 +16,7 @@ import fa_ops  # noqa: F401  defines torch.ops.fa
 from compile_passes.graph import constants, vocabulary
 from compile_passes.graph.axes import sizes_equal
 from compile_passes.graph.ir import GraphView, Value, example
+from compile_passes.graph.strides import restride
 from compile_passes.masks import symbolic_rules
 from compile_passes.masks.classified_masks import ClassifiedMasks
 from compile_passes.match.attention_site import AttentionSite
@@ -38,7 +39,6 @@ from compile_passes.rewrite.operands import (
     inverted,
     operand,
 )
-from compile_passes.rewrite.strides import restride
 from compile_passes.rewrite.verify import Unverified, difference
 
 # Operations that do nothing but compute their result.
@@ -94,10 +94,11 @@ def rewrite(
 def _other_leaves(site: AttentionSite) -> list[Leaf]:
     """Every leaf but query, key and value."""
     scores = site.scores
-    found = [*scores.factors, *scores.divisors, *site.core.weights.factors]
+    weights = site.core.weights
+    found = [*scores.factors, *scores.divisors, *weights.factors, *weights.gate_leaves()]
     found += [t.leaf for t in scores.terms if isinstance(t, BiasTerm)]
     found += [t.mask for t in scores.terms if isinstance(t, FillTerm)]
-    found += [t.mask for t in site.core.weights.row_fills]
+    found += [t.mask for t in weights.row_fills]
     found += [scores.sink] if scores.sink else []
     return [leaf for leaf in found if isinstance(leaf.value, Value)]
 
@@ -156,7 +157,7 @@ def _emit_call(
         lse_nodes.check_lse(site, masks)
     q = operand(emitter, site.q, (*site.row_dims, site.head_dim), site.dtype)
     k = operand(emitter, site.k, (*site.key_dims, site.head_dim), site.dtype)
-    v = operand(emitter, site.v, (*site.key_dims, site.features), site.dtype)
+    v = _gated_value(emitter)
     q, k, scale = _scale(emitter, q, k)
     if scale is not None and scale < 0:  # kernels may take the maximum before they scale
         q, scale = emitter.function(operator.neg, q), -scale
@@ -201,6 +202,23 @@ def _emit_call(
     for old, new in lse_nodes.replaced_lses(emitter, lse).items():
         replaced[old] = restride(emitter, new, old)
     return call, replaced
+
+
+def _gated_value(emitter: Emitter) -> fx.Node:
+    """The value, times the factors of the weights that vary along the keys."""
+    site = emitter.site
+    v = operand(emitter, site.v, (*site.key_dims, site.features), site.dtype)
+    for gate in site.core.weights.gates:
+        if isinstance(gate, FillTerm):
+            mask = bool_mask(emitter, gate.mask, (*site.key_dims, ()))
+            v = emitter.method(
+                "masked_fill", v, mask if gate.where else inverted(emitter, mask), 0.0
+            )
+        else:
+            apply = operator.truediv if gate.divides else operator.mul
+            factor = aligned(emitter, gate.leaf, (*site.key_dims, ()))
+            v = cast(emitter, emitter.function(apply, v, factor), site.dtype)
+    return v
 
 
 def _scalar_options(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Random attention, written by hand or as a call of SDPA or FlexAttention: masks of known and unknown
 content, fills, windows, rows without keys, ALiBi, scales before and after them, layouts, repeated
-heads and guards. Fused or not, results and gradients are those of eager mode.
+heads, guards and gates. Fused or not, results and gradients are those of eager mode.
 
 FA_OPS_ATTENTION_PROGRAMS=2000 runs that many instead of the default 24.
 """
@@ -85,6 +85,7 @@ def inputs(rng: random.Random, seed: int) -> dict[str, Tensor]:
         "random": torch.rand(B, 1, Sq, Sk, generator=generator) > 0.4,
         "added": _added(rng, (B, 1, Sq, Sk), generator),
         "starts": torch.rand(B, max(Sk, Sq), generator=generator)[:, :Sk] > 0.7,
+        "gate": torch.rand(B, 1, 1, Sk, generator=generator),
     }
 
 
@@ -134,7 +135,7 @@ class ByHand:
         added = torch.zeros(keep.shape).masked_fill(~keep, self.fill)
         return s + added + (added if self.form == "added-twice" and self.fill == -INF else 0.0)
 
-    def weights(self, s: Tensor, keep: Tensor | None) -> Tensor:
+    def weights(self, s: Tensor, keep: Tensor | None, gate: Tensor) -> Tensor:
         w = s.softmax(-1)
         w = F.dropout(w, 0.3, training=False) if self.scale == 0.3 else w
         if self.guard == "nan":
@@ -145,6 +146,9 @@ class ByHand:
             return w.masked_fill(~keep, 0.0)
         if self.guard == "normalised":
             return w / w.sum(-1, keepdim=True)
+        if self.guard.startswith("gated"):
+            w = w * gate
+            return w if self.guard == "gated" else w / (w.sum(-1, keepdim=True) + 1e-3)
         return w
 
 
@@ -158,10 +162,11 @@ def by_hand(rng: random.Random) -> ByHand:
         rescale=rng.choice((1.0, 1.0, 1.0, 0.3, 2.0, -3.0)),
         second=rng.choice("none none none none added filled".split()),
         late=rng.choice((0, 0, 0, 0, 0, 0.5, 1.5)),
-        guard=rng.choice("none none none none nan rows masked normalised".split()),
+        guard=rng.choice(GUARDS),
     )
 
 
+GUARDS = "none none none none nan rows masked normalised gated gated-normalised".split()
 FLEX_MASKS = {
     "causal": lambda given, b, i, j: i >= j,
     "window": lambda given, b, i, j: (i - j < 3) & (i >= j),
@@ -242,7 +247,7 @@ def program(rng: random.Random) -> Callable:
         if written or repeat != "gqa":
             k, v = (_repeated(x, H // k.shape[1], repeat) for x in (k, v))
         if written:
-            out = written.weights(written.scores(q, k, keep, given), keep) @ v
+            out = written.weights(written.scores(q, k, keep, given), keep, given["gate"]) @ v
         else:
             out = call(q, k, v, keep, given["bias"])
         if layout == "projected":

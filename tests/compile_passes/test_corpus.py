@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.compile_passes.helpers import fuse
 from tests.compile_passes.spellings import CASES
 from tests.evaluation import fusion_corpus as corpus
 
@@ -28,3 +29,14 @@ def test_spellings_fuse_with_dynamic_shapes(name):
     case = CASES[name]
     outcome = corpus.run(case, "infer" not in case.tags, True, peer=False, whole=False)
     assert not outcome.wrong and outcome.fused == case.cores, outcome
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "name", ["slice_of_a_triangle", "last_rows_of_a_triangle", "narrowed_triangle"]
+)
+def test_slices_of_a_triangle_are_causal_for_sizes_of_any_kind(name, dynamic):
+    case = CASES[name]
+    fusion = fuse(case.fn, dynamic=dynamic)
+    fusion.run(*case.make_inputs())
+    assert [finding.masks for finding in fusion.findings] == ["is_causal"]

@@ -346,3 +346,30 @@ def test_findings_say_whether_they_were_verified():
     assert checked.fused and checked.verified and "\n    verified" in str(checked)
     assert random.fused and not random.verified
     assert plain.fused and not plain.verified and "verified" not in str(plain)
+
+
+def relu_attention(q, k, v):
+    return (q @ k.mT).relu() @ v
+
+
+def sigmoid_attention(q, k, v):
+    return (q @ k.mT * 0.3).sigmoid() @ v
+
+
+def linear_attention(q, k, v):
+    return F.elu(q) @ (F.elu(k).mT @ v)
+
+
+@pytest.mark.parametrize("function", [relu_attention, sigmoid_attention, linear_attention])
+def test_reports_say_that_no_softmax_was_found(function):
+    report = compile_passes.explain(function, *qkv())
+    assert str(report) == "no softmax and no call of attention was found, in 1 graph"
+    assert (report.fused, report.missed) == (0, ())
+
+
+def test_einsums_that_are_no_scores_are_named():
+    def function(q, k, v):
+        return torch.einsum("bhqd,bhke->bhqk", q, k).softmax(-1) @ v
+
+    (finding,) = compile_passes.explain(function, *qkv()).findings
+    assert "an einsum of 2 tensors that is no product of two with a sum" in finding.reason

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.utils import fresh_cache
 
 import compile_passes
 from compile_passes.backend import fa_ops
-from compile_passes.install import HASHED_SOURCES
-from tests.compile_passes.helpers import qkv
+from compile_passes.install import HASHED_SOURCES, FusionPass
+from tests.compile_passes.helpers import qkv, results
 
 CALL = "torch.ops.fa.attention.default("
 
@@ -116,3 +122,117 @@ class TestInductor:
         _, code = generated(torch.compile(plain), *inputs)
         assert CALL not in code, "without the pass, its cached graph must not be found"
         assert counters["aot_autograd"]["autograd_cache_hit"] == 0
+
+
+N = 4  # all sizes, which then identify no dimension
+
+
+def scaled(dim):
+    return lambda q, k, v: ((q @ k.mT) * 0.3).softmax(dim) @ v
+
+
+def divided(dim):
+    return lambda q, k, v: torch.matmul(q, k.transpose(-2, -1)).div(1.7).softmax(dim).matmul(v)
+
+
+def masked(dim):
+    def function(q, k, v):
+        mask = torch.zeros(N, N).masked_fill(torch.ones(N, N).tril() == 0, -1e4)
+        return torch.softmax(q @ k.transpose(-2, -1) / 1.7 + mask, dim) @ v
+
+    return function
+
+
+def dropped(dim):
+    def function(q, k, v):
+        weights = (torch.matmul(q, k.mT) * 0.3).softmax(dim)
+        return F.dropout(weights, 0.23, training=False) @ v
+
+    return function
+
+
+def unscaled(dim):
+    return lambda q, k, v: F.dropout((q @ k.mT).softmax(dim), 0.23, training=False) @ v
+
+
+def permuted(dim):
+    def function(q, k, v):
+        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+        return torch.matmul(q, k.transpose(-2, -1)).div(1.7).softmax(dim).matmul(v)
+
+    return function
+
+
+def by_hand(dim):
+    def function(q, k, v):
+        s = q @ k.mT * 0.3
+        e = (s - s.amax(dim, keepdim=True)).exp()
+        return e / e.sum(-1, keepdim=True) @ v
+
+    return function
+
+
+def other_transposition(dim):
+    """The sum runs over no feature dimension of the key."""
+    return lambda q, k, v: ((q @ k.transpose(-3, -1)) * 0.3).softmax(dim) @ v
+
+
+def other_fill(dim):
+    def function(q, k, v):
+        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+        scores = torch.matmul(q, k.transpose(-2, -1)).div(torch.full((), 1.7))
+        keep = torch.ones(N, N, dtype=torch.bool).tril()
+        return torch.where(keep, scores, torch.full((), 2.0)).softmax(dim).matmul(v)
+
+    return function
+
+
+FORMS = (
+    scaled, divided, masked, dropped, unscaled, permuted, by_hand, other_transposition, other_fill,
+)  # fmt: skip
+
+
+def with_torch_patterns(gm, example_inputs, fusion=None):
+    """A backend of the fusion pass and Inductor's passes over the joint graph, without its code."""
+    if fusion:
+        fusion(gm.graph)
+        gm.recompile()
+
+    def rewritten(gm, inputs):
+        joint_graph_passes(gm)
+        return make_boxed_func(gm.forward)
+
+    def partitioned(gm, inputs, **options):
+        joint_graph_passes(gm)
+        return min_cut_rematerialization_partition(gm, inputs, **options)
+
+    return aot_autograd(
+        fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward), inference_compiler=rewritten,
+        partition_fn=partitioned, decompositions=select_decomp_table(),
+    )(gm, example_inputs)  # fmt: skip
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("rank", [3, 4])
+def test_torch_rewrites_no_softmax_that_is_left(rank, train):
+    """Inductor's patterns ignore dimensions and fills."""
+    functions = [form(dim) for form in FORMS for dim in range(-rank, 0)]
+
+    def function(q, k, v):
+        return [f(q + i, k, v) for i, f in enumerate(functions)]
+
+    def compiled(fusion):
+        torch._dynamo.reset()
+        counters.clear()
+        backend = functools.partial(with_torch_patterns, fusion=fusion)
+        return results(torch.compile(function, backend=backend), inputs, train)
+
+    seeds = (torch.Generator().manual_seed(i) for i in range(3))
+    inputs = tuple(torch.randn([N] * rank, generator=seed) for seed in seeds)
+    actual = compiled(FusionPass())
+    assert counters["inductor"]["fuse_attention"] == 0
+    for a, e in zip(actual, results(function, inputs, train), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+    compiled(None)
+    taken = counters["inductor"]["fuse_attention"] > 0
+    assert taken or rank == 3, "torch's own pass is as it was"

@@ -29,6 +29,14 @@ def product(r: random.Random, rank: int, x: str, y: str) -> str:
         summed = r.choice([x for x in a if x in b])
         out = [x for x in dict.fromkeys([*a, *b]) if x != summed]
         r.shuffle(out)
+        form = r.choice("equation equation lists vector".split())
+        if form == "lists":
+            first, second, last = ([ord(n) - ord("a") for n in term] for term in (a, b, out))
+            return f"torch.einsum({x}, {first}, {y}, {second}, {last})"
+        if form == "vector":
+            label, vector = r.choice([*a, *b]), x + "[0]" * (rank - 1)
+            terms = f"{a},{''.join(b)},{label}->{''.join(out)}"
+            return f'torch.einsum("{terms}", {x}, {y}, {vector})'
         return f'torch.einsum("{a},{"".join(b)}->{"".join(out)}", {x}, {y})'
     if kind == "sum":
         first, second, dim = (r.randrange(-rank - 1, rank + 1) for _ in range(3))

@@ -245,6 +245,30 @@ def test_dropout_draws_its_seed_in_the_graph(keep):
     results(fusion.run, inputs, True)
 
 
+DRAWN = {
+    "bernoulli": lambda p: torch.bernoulli(torch.full_like(p, 0.7)),
+    "<": lambda p: torch.rand_like(p) < 0.7,
+    "<=": lambda p: torch.rand_like(p) <= 0.7,
+    ">": lambda p: torch.rand_like(p) > 0.3,
+    ">=": lambda p: torch.rand_like(p) >= 0.3,
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_masks_drawn_by_hand_keep_their_probability(drawn):
+    def function(q, k, v):
+        p = weights(q, k)
+        return (p * DRAWN[drawn](p) / 0.7) @ v
+
+    inputs = qkv()
+    fusion = fuse(function)
+    fusion.run(*inputs)
+    (call,) = fusion.graphs[-1].find_nodes(
+        op="call_function", target=torch.ops.fa.attention.default
+    )
+    assert call.args[4] == pytest.approx(0.3)
+
+
 def test_one_graph_serves_every_length():
     fusion = fuse(merged_heads, dynamic=True, aot=True)
     for S in (5, 9, 17, 32):

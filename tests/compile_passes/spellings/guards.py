@@ -97,7 +97,7 @@ def scores_with_nan_to_num(q, k, v, rows, hidden):
     return (q @ k.mT).masked_fill(hidden, -INF).nan_to_num().softmax(-1) @ v
 
 
-@case("no_fuse", with_rows)
+@case("fuse", with_rows)
 def columns_filled_after_the_softmax(q, k, v, rows, hidden):
     return (q @ k.mT).softmax(-1).masked_fill(rows.mT, 0.0) @ v
 

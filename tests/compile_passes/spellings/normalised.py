@@ -51,7 +51,7 @@ def normalised_over_the_queries(q, k, v):
     return (w / w.sum(-2, keepdim=True)) @ v
 
 
-@case("no_fuse", with_positions)
+@case("fuse", with_positions)
 def normalised_products(q, k, v, positions, gate):
     w = (q @ k.mT * 0.3).softmax(-1) * positions.exp()
     return (w / w.sum(-1, keepdim=True)) @ v

@@ -110,13 +110,13 @@ def weights_multiplied_by_another_mask(q, k, v, keep):
     return ((q @ k.mT * 0.3 + (1 - b) * -1e9).softmax(-1) * triangle()) @ v
 
 
-@case("no_fuse", with_rows_without_keys)
+@case("fuse", with_rows_without_keys)
 def weights_multiplied_by_the_inverse_mask(q, k, v, keep):
     b = keep[:, None, None].float()
     return ((q @ k.mT * 0.3 + (1 - b) * -1e9).softmax(-1) * (1 - b)) @ v
 
 
-@case("no_fuse", with_rows_without_keys)
+@case("fuse", with_rows_without_keys)
 def weights_multiplied_by_the_higher_of_two_masks(q, k, v, keep):
     """Rows that have only keys under the lower mask give 0, others average."""
     b = keep[:, None, None].float()
@@ -124,7 +124,7 @@ def weights_multiplied_by_the_higher_of_two_masks(q, k, v, keep):
     return (w.softmax(-1) * b) @ v
 
 
-@case("no_fuse", with_rows_without_keys)
+@case("fuse", with_rows_without_keys)
 def weights_multiplied_by_a_mask_that_hides_nothing(q, k, v, keep):
     b = keep[:, None, None].float()
     return ((q @ k.mT * 0.3 + (1 - b) * -3.0).softmax(-1) * b) @ v

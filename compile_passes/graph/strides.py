@@ -7,21 +7,21 @@ from torch.fx.node import map_arg
 
 from compile_passes.graph import vocabulary
 from compile_passes.graph.axes import Size, is_one, sizes_equal
+from compile_passes.graph.inserter import NodeInserter
 from compile_passes.graph.ir import example
-from compile_passes.rewrite.emitter import Emitter
 
 
-def restride(emitter: Emitter, node: fx.Node, original: fx.Node) -> fx.Node:
+def restride(inserter: NodeInserter, node: fx.Node, original: fx.Node) -> fx.Node:
     """The node in the memory layout of the original, copied if that is necessary."""
     tensor, wanted = example(node), example(original)
     if _same_strides(tensor, wanted) or _strides_unseen(original, tensor):
         return node
     if _is_contiguous(wanted):
-        return emitter.method("contiguous", node)
+        return inserter.method("contiguous", node)
     order, inverse = memory_order(wanted)
-    node = emitter.method("permute", node, *order)
-    node = emitter.method("contiguous", node)
-    return emitter.method("permute", node, *inverse)
+    node = inserter.method("permute", node, *order)
+    node = inserter.method("contiguous", node)
+    return inserter.method("permute", node, *inverse)
 
 
 def memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
