@@ -73,6 +73,15 @@ def innermost_loop(sass: str) -> list[str]:
 
     A loop is what a branch back spans. Raises ValueError if there is none.
     """
+    return min(_loops(sass), key=len)
+
+
+def main_loop(sass: str) -> list[str]:
+    """Names of the instructions of the shortest of the loops with the most warpgroup products."""
+    return max(_loops(sass), key=lambda loop: (sum("GMMA" in name for name in loop), -len(loop)))
+
+
+def _loops(sass: str) -> list[list[str]]:
     lines = [(int(at, 16), name, operands) for at, name, operands in _LINE.findall(sass)]
     loops = []
     for at, name, operands in lines:
@@ -81,7 +90,7 @@ def innermost_loop(sass: str) -> list[str]:
             body = [n for a, n, _ in lines if int(target.group(1), 16) <= a <= at]
             if any(n.startswith(PRODUCTS) for n in body):
                 loops.append(body)
-    return min(loops, key=len)
+    return loops
 
 
 def unwritten_uniform_registers(sass: str) -> list[str]:

@@ -74,7 +74,9 @@ def test_the_second_kernel_reads_only_blocks_that_the_first_wrote(arch, D, dtype
 
 # a few values before the loop; on Hopper, keys and values of wide heads leave no register free, and
 # what else is alive outside the loop must go
-HOPPER_SPILLS = {64: 64, 128: 320, 256: 384}
+HOPPER_SPILLS = {64: 64, 128: 320, 256: 400}
+if launch.VERSION >= (3, 9):  # which computes the descriptors of products in ordinary registers
+    HOPPER_SPILLS[256] = 664
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

@@ -26,7 +26,8 @@ ARCHITECTURES = (80, 90, 100, 120)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_forward_fits(arch, tmp_path):
     kernel = forward.compiled(arch, 512, forward.KINDS["causal"])
-    assert_fits(kernel, arch, tmp_path, {80: 8, 100: 16}.get(arch, 0))
+    kept = {80: 8, 90: 8, 100: 24} if launch.VERSION >= (3, 9) else {80: 8, 100: 16}
+    assert_fits(kernel, arch, tmp_path, kept.get(arch, 0))
     assert getattr(kernel.metadata, "tmem_size", 0) <= 512  # columns of sm_100's tensor memory
     if arch == 90:
         code = disassembled(kernel.asm["cubin"], tmp_path)
@@ -39,6 +40,9 @@ def test_forward_with_every_option_fits(arch, tmp_path):
 
 
 SPILLS = {90: (96, 128, 128), 120: (112, 160, 64)}
+IN_LOOP = 0  # instructions that spill in the main loop of the first kernel
+if launch.VERSION >= (3, 9):  # which computes the descriptors of products in ordinary registers
+    SPILLS[90], IN_LOOP = (120, 208, 128), 13
 
 
 @pytest.mark.parametrize("arch", [90, 120])
@@ -55,11 +59,12 @@ def test_backward_fits(arch, monkeypatch, tmp_path):
     monkeypatch.setattr(backward.host, "architecture", lambda device: arch)
     monkeypatch.setattr(backward.host, "_launches", {})
     backward.dense(512, Spec(is_causal=True), S=250)()
-    for kernel, spills in zip(kernels, SPILLS[arch], strict=True):
+    allowed = (IN_LOOP if arch == 90 else 0, 0, 0)
+    for kernel, spills, in_loop in zip(kernels, SPILLS[arch], allowed, strict=True):
         assert_fits(kernel, arch, tmp_path, spills)
         assert getattr(kernel.metadata, "tmem_size", 0) <= 512
         main_loop = innermost_loop(disassembled(kernel.asm["cubin"], tmp_path))
-        assert not any(one.startswith(("LDL", "STL")) for one in main_loop)
+        assert sum(one.startswith(("LDL", "STL")) for one in main_loop) <= in_loop
     if arch == 90:  # both warpgroups compute a product together, and each of them once
         for kernel, products in zip(kernels, (66, 66, 34)):
             loop = innermost_loop(disassembled(kernel.asm["cubin"], tmp_path))

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from fa_ops.backends.triton.arguments import Class, padded
+from fa_ops.backends.triton.launch import VERSION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,9 @@ def forward_tile(arch: int, dtype: torch.dtype, head_dim: int, kind: Class, page
     """The forward tile for a GPU of capability `arch` and the larger of D and Dv."""
     table = _FORWARD_FP32 if dtype == torch.float32 else _FORWARD[_family(arch)]
     plain, other = table[max(64, padded(head_dim))]
+    if dtype == torch.float32 and arch < 90 and VERSION >= (3, 8):
+        # threads of four warps spill sums in the loop, with 255 registers; those of eight have 104
+        plain = dataclasses.replace(plain, num_warps=8)
     # more work between the products than masks by position
     heavy = kind.dropout is not None or not kind.fold or kind.mask is not None
     # a smaller tile may lie in one page, and if not, it has fewer addresses

@@ -106,7 +106,7 @@ def write_row(
         x = tl.div_rn(x, tl.load(scale + at, mask=fits, other=1.0))
     if target.dtype.element_ty.primitive_bitwidth == 8:
         x = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)  # NaN stays NaN
-    tl.store(target + cols, x.to(target.dtype.element_ty), mask=fits & (cols < D))
+    tl.store(target + cols, x.to(target.dtype.element_ty), mask=tl.where(fits, cols < D, False))
 
 
 @triton.jit

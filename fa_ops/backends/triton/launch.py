@@ -41,6 +41,7 @@ _POINTERS = {
 _CONVENTION = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 
 
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 try:  # three times as fast as torch.empty_strided, and what inductor's code allocates with
@@ -151,7 +152,9 @@ def _type(arg: Any, annotation: str, wide: bool) -> str:
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+    # the default of Triton to 3.9, which warns that it will change
+    given = {name: value for name, value in options.items() if value is not None}
+    return given | {"enable_fp_fusion": True}
 
 
 def _convention_error(run: Any) -> str | None:

@@ -369,7 +369,7 @@ def with_mask(
     """
     at = mask + tl.cast(i, tl.int64) * mask_stride_q + tl.cast(j, tl.int64) * mask_stride_k
     inside = (i < Sq) & (j < limit) if EDGE else i < Sq
-    inside = inside & is_mixed
+    inside = tl.where(is_mixed, inside, False)
     if mask.dtype.element_ty == tl.int1:
         keep = tl.load(at, mask=inside, other=0) != 0
         return tl.where(keep | (is_mixed == 0), s, float("-inf"))
