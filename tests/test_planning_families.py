@@ -84,6 +84,21 @@ def test_a_page_table_that_grows_is_checked_once(new, checked):
             fa_ops.attention_with_kv_cache(q, pages, pages.clone(), lens, wrong, **options)
 
 
+def test_scales_of_tokens_are_checked_against_every_number_of_keys():
+    q, lens = torch.randn(1, 2, 1, 8).half(), torch.tensor([500], dtype=torch.int32)
+    cache = torch.randn(1, 2, 601, 8).to(torch.float8_e4m3fn)
+
+    def call(keys, scales):
+        part, scale = cache[:, :, :keys], torch.ones(1, 2, scales)
+        return fa_ops.attention_with_kv_cache(q, part, part, lens, k_scale=scale, v_scale=scale)
+
+    for _ in range(2):
+        call(600, 600), call(601, 601)
+        for keys, scales in ((601, 600), (600, 601)):
+            with pytest.raises(ValueError, match="k_scale must have shape"):
+                call(keys, scales)
+
+
 @pytest.mark.parametrize("power", [8, 9, 10])
 def test_a_backend_is_asked_again_beyond_a_power_of_two(power, checked):
     """What a backend supports may depend on how the number of keys compares with those."""

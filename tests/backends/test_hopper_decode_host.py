@@ -98,6 +98,23 @@ def test_a_prepared_call_fills_the_same_struct(driver):
     assert driver.launched[0].params[472:] == driver.launched[-1].params[472:]
 
 
+def test_a_longer_cache_has_its_own_lengths_maps_and_kernels(driver):
+    families = set()
+    for Sk in (900, 901, 64, 900):
+        driver.launched.clear()
+        q, k, v = qkv(Sk)
+        plan = prepared(q, k, v, Spec(kv_lens=LENS)).__self__
+        plan.run(q, k, v, OF_LENS)
+        families.add(plan.family)
+        expected = ["decode", "combine"] if Sk > 64 else ["decode"]
+        assert [one.name for one in driver.launched] == expected
+        params = driver.launched[0].params
+        assert struct.unpack_from("<6i", params, 472) == (2, 4, 2, 2, 1, Sk)
+        for at in (128, 256):
+            assert struct.unpack_from("<3Q", params, at + 11) == (64, Sk, 2)
+    assert len(families) == 1
+
+
 def test_an_unwanted_lse_lies_behind_the_workspace(driver):
     q, k, v = qkv()
     plan = prepared(q, k, v).__self__

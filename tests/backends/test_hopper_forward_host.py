@@ -7,6 +7,7 @@ import torch
 
 from fa_ops.backends import mask_blocks
 from fa_ops.backends.hopper import compiler, dense_forward, kernel_params
+from fa_ops.backends.hopper.problem import UNBOUNDED, window_sides
 from fa_ops.types import Spec
 
 
@@ -22,6 +23,22 @@ def compiled(driver, monkeypatch):
 
     monkeypatch.setattr(compiler, "program", program)
     return rows
+
+
+@pytest.mark.parametrize(
+    "is_causal, left, right, sides, is_bounded",
+    [
+        (False, -1, -1, (UNBOUNDED, UNBOUNDED), False),
+        (False, 0, -1, (0, UNBOUNDED), True),
+        (False, 0, 5, (0, 5), True),
+        (False, 7, 0, (7, 0), True),
+        (False, 2**31 - 1, 2**31 - 1, (UNBOUNDED, UNBOUNDED), False),
+        (True, -1, -1, (UNBOUNDED, 0), True),
+        (True, 0, 5, (0, 0), True),
+    ],
+)
+def test_window_sides(is_causal, left, right, sides, is_bounded):
+    assert window_sides(is_causal, left, right) == (*sides, is_bounded)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_left": 70}])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fa_ops.backends.hopper import compiler, prefill
-from fa_ops.backends.hopper.configs import forward_config
+from fa_ops.backends.hopper.configs import forward_config, short_config
 from fa_ops.backends.hopper.forward_combine import Combine
 from fa_ops.backends.hopper.tiling import MAX_SPLITS, Shape, tiling_of
 from fa_ops.types import Cache, Spec
@@ -75,6 +75,17 @@ def test_short_sequences_of_narrow_heads_have_small_tiles(D, Sq, keys, rows, cta
     usual = forward_config(D, D).block_m
     assert chosen(12, 2).block_m == chosen(12, 64, can_pack=False).block_m == usual
     assert chosen(4, 64).block_m == usual
+
+
+def test_tiles_that_share_a_multiprocessor_are_not_cut():
+    """Only the kernel with one CTA has parts of the keys."""
+    shape = Shape(1, 12, 12, 64, 8192, 64)
+    usual = forward_config(64, 64)
+    for Sq in (50, 77):
+        config = short_config(usual, Sq, Sq)
+        assert config.ctas > 1
+        assert tiling_of(config, shape, 132).splits == 1
+    assert tiling_of(usual, shape, 132).splits > 1
 
 
 def test_parts_are_neither_too_small_nor_too_many():

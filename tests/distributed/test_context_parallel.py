@@ -41,6 +41,7 @@ ENDS = torch.tensor([0, 5, 6, 6, 40, 64], dtype=torch.int32)
 MASKS = {
     "causal": {"is_causal": True},
     "window": {"is_causal": True, "window": (5, 0)},
+    "window without earlier keys": {"window": (0, 5)},
     "documents": {"is_causal": True, "documents": 5, "layout": "balanced"},
     "sinks and softcap": {"is_causal": True, "sinks": True, "softcap": 1.5},
     "ALiBi": {"alibi": "heads", "is_causal": True},

@@ -29,6 +29,9 @@ FEATURES = {
     "causal": {"Sq": 5, "is_causal": True, "lens": (2, 150)},
     "several blocks of rows": {"Sq": 16, "Hq": 5, "Hkv": 1, "S": 40, "B": 1, "is_causal": True},
     "window": {"Sq": 3, "window": (70, 0), "S": 300, "lens": (300, 60)},
+    "window that the first query enters a tile earlier": {
+        "Sq": 3, "window": (74, 0), "S": 300, "lens": (300, 70),
+    },
     "even splits": {"num_splits": 3, "S": 300, "lens": (300, 0)},
     "one split": {"num_splits": 1, "lens": (0, 150), "sinks": True},
     "fixed splits": {"batch_invariant": True, "S": 1100, "lens": (1100, 5), "D": 8, "Dv": 8},
