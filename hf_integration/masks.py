@@ -118,7 +118,9 @@ def _compact(request: Request, compiling: bool) -> CompactMask:
     found, conditions = KeyRange(), []
     if parts and not is_causal:
         found, conditions = _bounds(request, parts, compiling)
-    padding, q_offset = _read(request, conditions, is_causal, only_padding=not parts)
+    # Only in cross-attention may kv_length be that of another cache.
+    only_padding = not parts and request.mask_function is key_ranges.bidirectional
+    padding, q_offset = _read(request, conditions, is_causal, only_padding)
     if not parts and padding.kept is not None:
         shape = (*request.shape[:3], padding.kept.shape[1])
         return encodings.keys(shape, padding.kept)

@@ -207,3 +207,20 @@ def test_steps_share_plans_between_powers_of_two(model_type, kind, cache):
     families = {(n.bit_length(), (n - 1).bit_length()) for n in lengths}
     assert len(counts) > 25 and counts[-1] - counts[3] < len(families)
     assert planning._prepared
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_a_mask_longer_than_its_keys_is_cut(model_type):
+    """A mask for a whole generation, with padding in the middle, as eager attention cuts it."""
+    model, (prompt, step) = build(model_type), (tokens(2, 9), tokens(2, 1, seed=1))
+    mask = torch.zeros(2, 20, dtype=torch.long)
+    mask[:, :10] = 1
+    mask[0, 2:5] = 0
+    out = {}
+    for name in ("fa_ops", "eager"):
+        switch(model, name)
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(prompt, attention_mask=mask[:, :9], past_key_values=cache)
+            out[name] = model(step, attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(out["fa_ops"], out["eager"], atol=1e-4, rtol=1e-4)
