@@ -11,11 +11,23 @@ import if fa_ops has been imported.
 
 from __future__ import annotations
 
+import re
+from importlib import metadata
+
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
+    try:
+        found = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        found = "none"
+    if [int(n) for n in re.findall(r"\d+", found)[:2]] >= [5, 17]:
+        cause = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ImportError(f"transformers {found} cannot be imported: {cause}") from error
     raise ImportError(
-        "hf_integration needs transformers 5.17 or later: pip install 'fa-ops[hf]'"
+        f"hf_integration needs transformers 5.17 or later, found {found}: pip install 'fa-ops[hf]'"
     ) from error
 
 from hf_integration import decoding, flash_name, gate, hooks, recorded_weights

@@ -48,7 +48,7 @@ def install() -> None:
                 )
                 return chosen
             if module is not None:
-                _complete_class_tables(module, requested_attention)
+                _complete_class_tables(type(self), requested_attention)
                 hooks.install_cu_seqlens(module)
                 latent.install(module, hooks.is_ours)
             if requested_attention in flash_name.NAMES:
@@ -59,11 +59,24 @@ def install() -> None:
     setattr(PreTrainedModel, _METHOD, choose)
 
 
-def _complete_class_tables(module: ModuleType, name: str) -> None:
-    """Add our name to tables of layer classes by implementation, with SDPA's or eager's class."""
-    for table in vars(module).values():
-        if isinstance(table, dict) and isinstance(table.get("eager"), type):
-            table.setdefault(name, table.get("sdpa", table["eager"]))
+def _complete_class_tables(model: type, name: str) -> None:
+    """Add our name to transformers' tables of layer classes, with SDPA's or eager's class.
+
+    A table is a plain dict from names of implementations to classes, in the module of transformers
+    that defines the class of the model or a base of it. Modules outside transformers are not read.
+    """
+    modules = {base.__module__ for base in model.__mro__}
+    for module in modules:
+        if not module.startswith("transformers.models."):
+            continue
+        for table in vars(sys.modules[module]).values():
+            if type(table) is dict and _is_class_table(table):
+                table.setdefault(name, table.get("sdpa", table["eager"]))
+
+
+def _is_class_table(table: dict) -> bool:
+    named = all(type(key) is str and isinstance(value, type) for key, value in table.items())
+    return named and "eager" in table
 
 
 def _remedy(module: ModuleType) -> str:

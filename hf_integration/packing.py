@@ -2,8 +2,8 @@
 
 transformers' mask functions consider positions only if there is neither an attention mask nor a
 cache, and by default there is a cache. Its FlashAttention path always does for a single row, and so
-does this module: in causal self-attention over one row, a document begins wherever a position is
-not its predecessor plus one, in every mode.
+does this module: in causal self-attention over one row without earlier keys, a document begins at
+every token with the smallest position of the row, in every mode. Gaps and repeats begin none.
 """
 
 from __future__ import annotations
@@ -28,19 +28,30 @@ class Documents(NamedTuple):
     longest_k: int | None = None
 
 
-_memo = PerTensorMemo()
+# One memo for each value, as several may be derived from one tensor.
+_memo, _gaps, _falling = PerTensorMemo(), PerTensorMemo(), PerTensorMemo()
 
 
-def documents(position_ids: Tensor, layer: nn.Module) -> Documents | None:
+def documents(position_ids: Tensor, layer: nn.Module, at_gaps: bool = False) -> Documents | None:
     """The documents of one row of positions (1, S), or None if there is only one document.
 
+    With `at_gaps` they are those of transformers' masks, which separate also at gaps and repeats.
     Reads the device once in a forward pass.
     """
-    return _memo.get(position_ids, layer, lambda: _find(position_ids[0]))
+    memo = _gaps if at_gaps else _memo
+    return memo.get(position_ids, layer, lambda: _find(position_ids[0], at_gaps))
 
 
-def _find(positions: Tensor) -> Documents | None:
-    starts = (_begins_document(positions, None).nonzero()[:, 0]).tolist()
+def may_restart(position_ids: Tensor, layer: nn.Module) -> bool:
+    """Whether any position is not above the one before it; reads the device as `documents`."""
+    return _falling.get(position_ids, layer, lambda: bool((position_ids.diff() <= 0).any()))
+
+
+def _find(positions: Tensor, at_gaps: bool) -> Documents | None:
+    if at_gaps:
+        starts = ((positions.diff() != 1).nonzero()[:, 0] + 1).tolist()
+    else:
+        starts = (_begins_document(positions, None).nonzero()[:, 0]).tolist()
     if not starts:
         return None
     ends = [0, *starts, positions.shape[0]]
@@ -52,16 +63,18 @@ def _find(positions: Tensor) -> Documents | None:
 def _begins_document(positions: Tensor, kept: Tensor | None) -> Tensor:
     """Bool (S,), True where a document begins after another.
 
-    `kept` (S,) is False for padding, at which positions are arbitrary. A token continues the
-    document of the last one before it that is kept, whether positions count the padding or not.
+    `kept` (S,) is False for padding, at which positions are arbitrary, and which begins none. If
+    padding precedes the first kept token of a document, positions may count it or not.
     """
-    if kept is None:
-        return torch.cat([torch.zeros_like(positions[:1]), positions.diff() - 1]) != 0
     i = torch.arange(positions.shape[0], device=positions.device)
+    if kept is None:
+        return (positions == positions.min()) & (i > 0)
     last = torch.where(kept, i, -1).cummax(0).values
     before = torch.cat([torch.full_like(last[:1], -1), last[:-1]])
-    step = positions - positions.gather(0, before.clamp(min=0))
-    return kept & (before >= 0) & (step != 1) & (step != i - before)
+    above = positions - torch.where(kept, positions, positions.max()).min()
+    first = i - above  # the token with the smallest position, if positions count padding
+    counted = (first > before) & (positions.gather(0, first.clamp(min=0)) == positions - above)
+    return kept & (before >= 0) & counted
 
 
 def length(longest: int | Tensor | None, layer: nn.Module) -> int | None:
@@ -103,7 +116,8 @@ def within_positions(
         mask, end = mask._replace(is_causal=False), i + (Sk - Sq + 1)
     else:
         end = mask.key_ranges[0, 0, :, 1]
-    document = _begins_document(position_ids[0], _kept(mask, end)).cumsum(0)
+    begins = _begins_document(position_ids[0], _kept(mask, end))
+    document = (begins & (end[0] <= 1)).cumsum(0)  # one document if there are earlier keys
     first, _ = key_ranges.equal_range(document, document)
     return _restricted(mask, torch.where(first > 0, end - (i + 1 - first), 0), end)
 

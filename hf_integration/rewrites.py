@@ -106,11 +106,15 @@ def with_documents(layer: nn.Module, call: LayerCall) -> LayerCall:
             return call
         if not is_readable(positions):
             return call._replace(mask=packing.within_positions(mask, positions, (Sq, Sk)))
-        documents = packing.documents(positions, layer) if Sk == Sq else None
-        if documents is None:
+        if Sk != Sq:  # earlier keys
             return call
         if packing.has_holes(mask):
+            if not packing.may_restart(positions, layer):
+                return call
             return call._replace(mask=packing.within_positions(mask, positions, (Sq, Sk)))
+        documents = packing.documents(positions, layer, mask.packing is PackingHint.ONLY)
+        if documents is None:
+            return call
     is_plain = mask.attn_mask is extras.position_bias is None and not extras.output_attentions
     if is_plain and (mask.key_ranges is None or mask.packing is PackingHint.ONLY):
         return call._replace(documents=documents)

@@ -1,6 +1,7 @@
 """Registration, and models that bypass the attention interface."""
 
 import importlib
+import os
 import subprocess
 import sys
 import warnings
@@ -13,6 +14,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoModel,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
     PreTrainedModel,
 )
@@ -193,3 +195,40 @@ def test_a_config_class_outside_transformers_gets_dense_masks():
     hf_integration.mask_counts.clear()
     model(tiny_models.tokens())
     assert hf_integration.mask_counts == {"dense: an unknown architecture": 1}
+
+
+def test_dictionaries_of_the_user_are_neither_read_nor_written(monkeypatch):
+    """An auto mapping beside a class of the user; a mapping whose `get` raises stands for any."""
+
+    class Mapping(dict):
+        def get(self, *args):
+            raise TypeError("no such key")
+
+    table = {"eager": int}
+    monkeypatch.setattr(sys.modules[__name__], "AUTO", Mapping(), raising=False)
+    monkeypatch.setattr(sys.modules[__name__], "TABLE", table, raising=False)
+
+    class Mine(LlamaForCausalLM):
+        _supports_attention_backend = True
+
+    model = Mine(tiny_models.config("llama"))
+    model.set_attn_implementation("fa_ops")
+    assert model.config._attn_implementation == "fa_ops"
+    assert table == {"eager": int}
+
+
+def test_an_import_that_fails_within_transformers_says_why(tmp_path):
+    """Here torchvision, which transformers imports lazily, cannot be imported."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision/__init__.py").write_text("raise RuntimeError('no operator nms')\n")
+    info = tmp_path / "torchvision-0.29.1.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.29.1\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", "import hf_integration"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert "no operator nms" in run.stderr.strip().splitlines()[-1]

@@ -1,5 +1,8 @@
 """Training: packing, checkpointing, mixed precision, and the Trainer."""
 
+import os
+import random
+
 import pytest
 import torch
 from tiny_models import VOCAB, build, padding, switch, tokens
@@ -66,7 +69,7 @@ def test_with_sdpa_and_a_cache_documents_attend_each_other():
 def test_positions_are_read_once_per_forward_pass(monkeypatch):
     reads = []
     find = packing._find
-    monkeypatch.setattr(packing, "_find", lambda p: reads.append(1) or find(p))
+    monkeypatch.setattr(packing, "_find", lambda *a: reads.append(1) or find(*a))
     model = build("llama")
     model(**{k: v for k, v in collate().items() if k != "labels"})
     model(tokens(1))
@@ -159,6 +162,67 @@ def test_packed_documents_with_padding_inside(counted):
         ours = model(ids, attention_mask=mask, position_ids=torch.cat(positions, 1)).logits
     seen = mask.bool()
     torch.testing.assert_close(ours[seen], torch.cat(expected, 1)[seen], atol=1e-4, rtol=1e-4)
+
+
+def drawn_positions(rng: random.Random, S: int) -> list[int]:
+    """Positions of one row: a run with gaps, repeats, in reverse, or restarts of either."""
+    kind, first = rng.choice(["gaps", "repeats", "reversed", "restarts"]), rng.choice([0, 2])
+    if kind == "gaps":
+        return sorted(rng.sample(range(first, first + 2 * S), S))
+    if kind == "repeats":
+        return sorted(rng.choices(range(first, first + S), k=S))
+    if kind == "reversed":
+        return list(range(first, first + S))[::-1]
+    row = []
+    while len(row) < S:
+        row += [first, *sorted(rng.sample(range(first + 1, first + 9), rng.randint(0, 6)))]
+    return row[:S]
+
+
+def document_starts(row: list[int], kept: list[int] | None, at_gaps: bool) -> list[bool]:
+    """Where documents begin: transformers' rule for masks, or else at the smallest position."""
+    starts = []
+    for i, position in enumerate(row):
+        if at_gaps:
+            starts.append(i > 0 and position != row[i - 1] + 1)
+        elif kept is None:
+            starts.append(position == min(row))
+        else:
+            smallest = min(p for p, k in zip(row, kept) if k)
+            starts.append(bool(kept[i]) and position == smallest)
+    return starts
+
+
+@pytest.mark.parametrize("case", range(int(os.environ.get("FA_OPS_POSITIONS_CASES", "60"))))
+def test_drawn_positions_are_those_of_eager_attention(case):
+    """Eager attention gets the mask of the documents that the positions mean."""
+    rng = random.Random(f"positions {case}")
+    S, B, kind = rng.randint(2, 14), rng.choice([1, 1, 2]), rng.choice(["", "mask", "holes"])
+    cached = rng.random() < 0.5
+    row = drawn_positions(rng, S)
+    kept = None if not kind else [1] * S
+    if kind == "holes":
+        kept = [1] + [int(rng.random() < 0.7) for _ in range(S - 1)]
+        row = [p if k else 9 for p, k in zip(row, kept)]  # padding has any position
+    plain = not kind and not cached  # then transformers' own mask separates documents
+    separates = plain or B == 1
+    starts = document_starts(row, kept, plain) if separates else [False] * S
+    document = torch.tensor(starts).cumsum(0)
+    keep = (document[:, None] == document) & torch.ones(S, S).tril().bool()
+    mask = None
+    if kept is not None:
+        keep = keep & torch.tensor(kept).bool()
+        mask = torch.tensor([kept] * B)
+    ids = tokens(1, S, seed=case).expand(B, -1)
+    inputs = {"position_ids": torch.tensor([row] * B), "use_cache": cached}
+    added = torch.zeros(B, 1, S, S).masked_fill(~keep, torch.finfo(torch.float32).min)
+    model = build(rng.choice(["llama", "qwen2"]))
+    with torch.no_grad():
+        ours = model(ids, attention_mask=mask, **inputs).logits
+        switch(model, "eager")
+        expected = model(ids, attention_mask=added, **inputs).logits
+    seen = slice(None) if kept is None else torch.tensor(kept).bool()
+    torch.testing.assert_close(ours[:, seen], expected[:, seen], atol=1e-4, rtol=1e-4)
 
 
 def test_exported_programs_separate_the_documents_of_their_inputs():
