@@ -33,6 +33,15 @@ DUPLICATED_LINES = {
 }
 
 
+def test_all_folders_of_tests_are_collected_together():
+    """pytest imports a file of a folder without __init__.py by its name alone."""
+    found = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if not (path.parent / "__init__.py").exists() and path.name != "conftest.py":
+            found[path.name].append(str(path.relative_to(ROOT)))
+    assert [paths for paths in found.values() if len(paths) > 1] == []
+
+
 def test_class_names_are_unique_over_the_packages():
     found = defaultdict(list)
     for module, tree in MODULES:

@@ -67,6 +67,19 @@ def test_caches(is_paged, is_packed):
     assert_near(compat.flash_attn_with_kvcache(q, k, v, **options, **scales), wanted)
 
 
+def test_packed_projections_keep_the_order_of_their_factors():
+    qkv = numbers(2, 7, 3, 2, 16)
+    names = ("q_descale", "k_descale", "v_descale")
+    scales = {n: HALVED * factor for n, factor in zip(names, (2.0, 1.0, 4.0))}
+    rows = torch.arange(2)[:, None]
+    exact = [scaled(x, scales[n], rows) for x, n in zip(qkv.unbind(2), names)]
+    wanted = compat.flash_attn_func(*exact, causal=True)
+    assert_near(compat.flash_attn_qkvpacked_func(qkv, causal=True, **scales), wanted)
+    joined = qkv.flatten(2, 3)
+    found = compat.flash_attn_qkvpacked_func(joined, causal=True, num_heads_q=2, **scales)
+    assert_near(found, wanted)
+
+
 def test_errors():
     q = numbers(2, 5, 4, 16)
     with pytest.raises(ValueError, match=r"k_descale must have shape \(2, 4\), got \(2, 2\)"):
