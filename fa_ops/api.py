@@ -22,7 +22,7 @@ from fa_ops.argument_types import (
 )
 from fa_ops.call import DENSE, PACKED, PackedQuantizedTensors, PackedTensors, QuantizedTensors
 from fa_ops.eager_calls import attend
-from fa_ops.ops import masks, merge
+from fa_ops.ops import masks, merge, seeds
 from fa_ops.types import NO_TENSORS, DenseTensors, dtype_name
 
 
@@ -308,8 +308,8 @@ def dropout_seed(query: Tensor, dropout_p: float) -> Tensor | None:
     if not 0.0 < dropout_p < 1.0:
         return None
     if is_proxy(need_tensor("query", query)):
-        return query.new_empty(1, dtype=torch.int64).random_()
-    return torch.randint(2**63 - 1, (1,), device=query.device)
+        return seeds.DROPOUT_SEED(query.new_empty(0))
+    return seeds.draw(query.device)
 
 
 def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:

@@ -238,9 +238,9 @@ def _scalar_options(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> dic
             node if factor == 1.0 else emitter.function(operator.mul, node, factor)
         )
     if site.core.weights.dropout_p:
-        options["dropout_seed"] = emitter.function(
-            torch.randint, 0, 2**62, (1,), dtype=torch.int64, device=example(q).device
-        )
+        # a tensor of its own: torch merges equal calls of operators, except those of empty
+        like = emitter.function(torch.empty, 0, device=example(q).device)
+        options["dropout_seed"] = emitter.function(torch.ops.fa.dropout_seed.default, like)
     return options
 
 

@@ -10,6 +10,7 @@ from fa_ops.ops import (
     nested,
     quantized,
     rules,
+    seeds,
     varlen,
     vmap,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "nested",
     "quantized",
     "rules",
+    "seeds",
     "varlen",
     "vmap",
 ]

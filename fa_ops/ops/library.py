@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import itemgetter
@@ -75,9 +76,12 @@ SCHEMAS = {
     # which tiles of a mask attention may skip, and where it need not read the mask
     "mask_blocks": "(Tensor attn_mask) -> Tensor",
     "merge_states": "(Tensor outs, Tensor lses) -> (Tensor, Tensor)",
+    # (count,) int64 from torch's generator of the tensor's device; nothing else of it is read
+    "dropout_seed": "(Tensor like, SymInt count=1) -> Tensor",
 }
+_MORE_TAGS = {"dropout_seed": (Tag.nondeterministic_seeded, Tag.flexible_layout)}
 for _name, _schema in SCHEMAS.items():
-    lib.define(_name + _schema, tags=TAGS)
+    lib.define(_name + _schema, tags=TAGS + _MORE_TAGS.get(_name, ()))
 
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 in_functorch = torch._C._are_functorch_transforms_active
@@ -177,6 +181,72 @@ def run_vmap_rule(rule, operator, *operands):
 
     interpreter = retrieve_current_functorch_interpreter()
     return custom_function_call_vmap_helper(interpreter, rule, operator, *operands)
+
+
+def run_vmap_randomly(draw: Callable[[int], Tensor]) -> Tensor:
+    """Random numbers in a FuncTorchVmapMode kernel; `draw(N)` draws them for N samples."""
+    from torch._C._functorch import _add_batch_dim
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    vmap = retrieve_current_functorch_interpreter()
+    if vmap.randomness() == "error":
+        raise RuntimeError(
+            "vmap: called random operation while in randomness error mode. Please either use the "
+            "'same' or 'different' randomness flags on vmap or perform the randomness operation "
+            "out of vmap"
+        )
+    with vmap.lower():
+        if vmap.randomness() == "same":
+            return draw(1)[0]
+        drawn = draw(vmap.batch_size())
+    return _add_batch_dim(drawn, 0, vmap.level())
+
+
+PROXY_MODULE = "torch.fx.experimental.proxy_tensor"
+
+
+def is_recorded() -> bool:
+    """Whether a compiler records operators in a graph, in place of running them."""
+    if torch.compiler.is_compiling():
+        return True
+    proxies = sys.modules.get(PROXY_MODULE)
+    return proxies is not None and proxies.get_proxy_mode() is not None
+
+
+def hide_from_policies(operator: OpOverload) -> None:
+    """Keep selective checkpointing, which marks nodes too, from deciding about an operator."""
+    from torch.utils import checkpoint
+
+    getattr(checkpoint, "SAC_IGNORED_OPS", set()).add(operator)
+
+
+def never_redraw(operator: OpOverload) -> None:
+    """Mark the nodes of a random operator, so that a backward graph has the forward's numbers.
+
+    The partitioners of torch 2.11 to 2.15 save nodes that are marked MUST_SAVE, with one exception:
+    with a memory budget of 0 they save nothing. There a node that is marked for recomputation, as
+    in a checkpointed region, is recomputed from the saved state of the generator.
+    """
+    from torch._functorch import config
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    def record(mode, func, types, args=(), kwargs=None):
+        result = mode.__torch_dispatch__(func, types, args, kwargs)
+        node = next(reversed(mode.tracer.graph.nodes))
+        if node.target is operator:
+            recomputed = 0 in (config.activation_memory_budget, *_region_budgets(node.meta))
+            policy = CheckpointPolicy.PREFER_RECOMPUTE if recomputed else CheckpointPolicy.MUST_SAVE
+            node.meta["recompute"] = policy
+        return result
+
+    register_subclass_rule(operator._opname, ProxyTorchDispatchMode, record)
+
+
+def _region_budgets(meta: dict) -> tuple[object, object]:
+    """The memory budgets that were set for the region of a node, None where there are none."""
+    custom = meta.get("custom") or {}
+    return meta.get("memory_budget"), custom.get("_region_activation_memory_budget")
 
 
 class Route(enum.Enum):

@@ -124,8 +124,9 @@ any_1 = l_keep_.any(dim = -1, keepdim = True)
 logical_not = torch.logical_not(any_1)
 or_ = l_keep_ | logical_not
 masked_fill = transpose_4.masked_fill(logical_not, 0.0)
-randint = torch.randint(0, 4611686018427387904, (1,), dtype = torch.int64, device = device(type='cpu'))
-attention_default = torch.ops.fa.attention.default(masked_fill, transpose_5, transpose_6, or_, 0.1, False, scale = 0.35355339059327373, dropout_seed = randint)
+empty = torch.empty(0, device = device(type='cpu'))
+dropout_seed_default = torch.ops.fa.dropout_seed.default(empty)
+attention_default = torch.ops.fa.attention.default(masked_fill, transpose_5, transpose_6, or_, 0.1, False, scale = 0.35355339059327373, dropout_seed = dropout_seed_default)
 contiguous = attention_default.contiguous()
 return (contiguous,)
 """,
@@ -359,8 +360,9 @@ return (contiguous,)
 l_k_ = L_k_
 l_q_ = L_q_
 l_v_ = L_v_
-randint = torch.randint(0, 4611686018427387904, (1,), dtype = torch.int64, device = device(type='cpu'))
-attention_default = torch.ops.fa.attention.default(l_q_, l_k_, l_v_, None, 0.1, False, scale = 0.35355339059327373, dropout_seed = randint)
+empty = torch.empty(0, device = device(type='cpu'))
+dropout_seed_default = torch.ops.fa.dropout_seed.default(empty)
+attention_default = torch.ops.fa.attention.default(l_q_, l_k_, l_v_, None, 0.1, False, scale = 0.35355339059327373, dropout_seed = dropout_seed_default)
 contiguous = attention_default.contiguous()
 return (contiguous,)
 """,

@@ -76,7 +76,8 @@ fa::quantized_attention(Tensor query, Tensor key, Tensor value, Tensor? q_scale=
   Tensor? kv_lens=None, Tensor? key_ranges=None, ScalarType? qk_dtype=None, bool smooth_key=True,
   bool rotate=False, str? backend=None) -> (Tensor, Tensor)
 fa::mask_blocks(Tensor attn_mask) -> Tensor
-fa::merge_states(Tensor outs, Tensor lses) -> (Tensor, Tensor)""",
+fa::merge_states(Tensor outs, Tensor lses) -> (Tensor, Tensor)
+fa::dropout_seed(Tensor like, SymInt count=1) -> Tensor""",
         )
 
 
