@@ -25,6 +25,7 @@ _OPERATORS = (
     torch.ops.fa.attention_with_lse.default,
     torch.ops.fa.attention_averaging_rows.default,
     torch.ops.fa.quantized_attention.default,
+    torch.ops.fa.dropout_seed.default,
 )
 
 

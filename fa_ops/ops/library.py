@@ -195,7 +195,7 @@ def run_vmap_randomly(draw: Callable[[int], Tensor]) -> Tensor:
             "'same' or 'different' randomness flags on vmap or perform the randomness operation "
             "out of vmap"
         )
-    with vmap.lower():
+    with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.FuncTorchVmapMode)):
         if vmap.randomness() == "same":
             return draw(1)[0]
         drawn = draw(vmap.batch_size())

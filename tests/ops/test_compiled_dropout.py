@@ -150,7 +150,7 @@ def test_calls_of_one_graph_drop_different_weights(function):
             given = inputs()
             first, second = compiled(*given)
             assert not torch.equal(first == 0, second == 0)
-            kept = [consistent(lambda *a, i=i: compiled(*a)[i], given) for i in range(2)]
+            kept = [consistent(lambda *a, f=compiled, i=i: f(*a)[i], given) for i in range(2)]
         assert not torch.equal(*kept)
 
 
@@ -166,6 +166,46 @@ def test_a_compiled_call_repeats_the_eager_one(function):
     for i in (2, 4):
         assert torch.equal(outs[0], outs[i]) and torch.equal(outs[1], outs[i + 1])
     assert not torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("randomness", ["same", "different", "error"])
+def test_vmap(randomness):
+    """The numbers of the eager call, one pattern for all samples or one for each."""
+
+    def function(q, k, v):
+        return torch.func.vmap(dense, randomness=randomness)(q, k, v)
+
+    given = [x.detach().expand(3, *x.shape) for x in inputs()]
+    compiled = torch.compile(function, backend=fused_and_partitioned)
+    if randomness == "error":
+        for f in (function, compiled):
+            with pytest.raises(RuntimeError, match="randomness error mode"):
+                f(*given)
+        return
+    outs = []
+    for f in (function, compiled):
+        torch.manual_seed(1)
+        outs.append(f(*given))
+    torch.testing.assert_close(*outs)
+    kept = outs[0] != 0
+    assert torch.equal(kept[0], kept[1]) == (randomness == "same")
+
+
+@pytest.mark.parametrize("outer", ["same", "different"])
+@pytest.mark.parametrize("inner", ["same", "different"])
+def test_nested_vmap_draws_torchs_numbers(outer, inner):
+    def by_operator(x):
+        return torch.ops.fa.dropout_seed(torch.empty(0)) + x
+
+    def by_torch(x):
+        return torch.randint(2**63 - 1, (1,)) + x
+
+    x, drawn = torch.zeros(2, 3, 1, dtype=torch.int64), []
+    for function in (by_operator, by_torch):
+        torch.manual_seed(2)
+        mapped = torch.func.vmap(function, randomness=inner)
+        drawn.append(torch.func.vmap(mapped, randomness=outer)(x))
+    assert torch.equal(*drawn)
 
 
 # Checkpointed regions
