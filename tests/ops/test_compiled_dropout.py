@@ -101,11 +101,16 @@ def consistent(function, given: list[torch.Tensor]) -> torch.Tensor:
     return kept
 
 
+def named(value: object) -> str:
+    """The same in every process, which xdist compares."""
+    return getattr(value, "__name__", None) or str(value)
+
+
 EVERYWHERE = [(function, settings) for function in (dense, by_hand) for settings in SETTINGS]
 LOW = [(function, settings) for function in FUNCTIONS[1:-1] for settings in SETTINGS[3:6]]
 
 
-@pytest.mark.parametrize("function, settings", EVERYWHERE + LOW, ids=str)
+@pytest.mark.parametrize("function, settings", EVERYWHERE + LOW, ids=named)
 def test_partitioners_settings(function, settings):
     compiled = torch.compile(function, backend=fused_and_partitioned, fullgraph=True)
     with config.patch(settings):
