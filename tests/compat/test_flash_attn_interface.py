@@ -105,6 +105,40 @@ def test_signatures_have_the_names_that_callers_inspect():
     assert names[-2:] == ["deterministic", "rng_state"]
 
 
+@pytest.mark.parametrize(("length", "padded"), [(1, 128), (128, 128), (129, 256)])
+def test_results_of_the_extension_have_its_order_and_shapes(length, padded):
+    raw, tail = interface.flash_attn_gpu, (1.0, False, -1, -1, 0.0)
+    x = draw(2, length, 2, 8, grad=False)
+    found = raw.fwd(x, x, x, None, None, 0.5, *tail, True)
+    shapes = [(2, length, 2, 8), (2, 2, length), (2, 2, padded, padded), (2,)]
+    assert [tuple(t.shape) for t in found] == shapes and found[3].dtype == torch.int64
+    grad, buffers = draw(2, length, 2, 8, grad=False), [torch.empty_like(x) for _ in range(3)]
+    given = grad, x, x, x, *found[:2]
+    *grads, sums = raw.bwd(*given, *buffers, None, 0.5, *tail, False, None, found[3])
+    assert all(a is b for a, b in zip(grads, buffers, strict=True))
+    expected = (grad * found[0]).sum(-1).float().transpose(1, 2)
+    assert sums.shape == (2, 2, padded) and not sums[..., length:].any()
+    torch.testing.assert_close(sums[..., :length], expected)
+    x, grad, ends = x.flatten(0, 1), grad.flatten(0, 1), torch.tensor([0, length, 2 * length]).int()
+    packing = ends, ends, None, None, None, None, length, length, 0.5, 1.0, False
+    found = raw.varlen_fwd(x, x, x, None, *packing, *tail[1:], True)
+    assert [t.dim() for t in found] == [3, 2, 4, 1] and found[1].shape == (2, 2 * length)
+    assert found[3].dtype == torch.int64 and found[2].dtype == x.dtype
+    buffers = [torch.empty_like(x) for _ in range(3)]
+    *grads, sums = raw.varlen_bwd(grad, x, x, x, *found[:2], *buffers, ends, ends, None, length,
+                                  length, 0.5, 1.0, False, *tail[1:], False, None,
+                                  found[3])  # fmt: skip
+    assert all(a is b for a, b in zip(grads, buffers, strict=True))
+    assert sums.shape == (2, 2 * length + 2 * 128) and not sums[:, 2 * length :].any()
+    torch.testing.assert_close(sums[:, : 2 * length], (grad * found[0]).sum(-1).float().T)
+    table = torch.arange(2, dtype=torch.int32)[:, None]
+    pages = x.unflatten(0, (2, length))
+    packing = ends, ends, None, None, table, None, length, length, 0.0, 1.0, False
+    found = raw.varlen_fwd(x, pages, pages, None, *packing, *tail[1:], False)
+    assert [tuple(t.shape) for t in found] == [tuple(x.shape), (2, 2 * length), (0,), (2,)]
+    assert [t.dtype for t in found[2:]] == [x.dtype, torch.int64]
+
+
 q = torch.randn(1, 2, 2, 8)
 packed, pages = q[0], torch.randn(1, 4, 2, 8)
 ends, table = torch.tensor([0, 2], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
