@@ -105,6 +105,20 @@ def test_packed_sequences(name, used):
     assert_same(out, expected, (q, k, v))
 
 
+def test_more_unused_queries_than_used_ones():
+    """What lies between two segments may be longer than max_seqlen_q."""
+    q, k, v = draw(16, 4, 8), draw(6, 2, 8), draw(6, 2, 8)
+    ends_q, ends_k, used = (torch.tensor(x).int() for x in ([0, 12, 16], [0, 4, 6], [2, 3]))
+    out, lse = compat.flash_attn_varlen_func(
+        q, k, v, ends_q, ends_k, 3, 4, seqused_q=used, return_attn_probs=True
+    )
+    expected = torch.zeros_like(out)
+    expected[:2] = naive(q[:2], k[:4], v[:4])[0]
+    expected[12:15] = naive(q[12:15], k[4:], v[4:])[0]
+    assert_same(out, expected, (q, k, v))
+    assert (lse[:, 2:12] == -torch.inf).all() and lse[:, :2].isfinite().all()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_values_with_more_features_than_a_kernel_takes(packed, monkeypatch):
     monkeypatch.setattr(wide_values, "is_limited", lambda device: True)
@@ -338,7 +352,7 @@ def test_pages_of_keys_and_values_may_lie_in_one_pool():
         (ValueError, "qv must have q's dtype float32, got float64",
          lambda: compat.flash_attn_with_kvcache(q, k_cache, v_cache, new[None], new[None],
                                                 qv=q.double(), cache_seqlens=1)),
-        (NotImplementedError, "q must be in 16 bits or more with qv, got float8_e4m3fn",
+        (ValueError, "qv must have q's dtype float8_e4m3fn, got float32",
          lambda: compat.flash_attn_func(*[q.to(torch.float8_e4m3fn)] * 3, qv=q)),
         (ValueError, "attention_chunk must not be negative, got -3",
          lambda: compat.flash_attn_func(q, q, q, attention_chunk=-3)),

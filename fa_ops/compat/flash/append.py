@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import checks, overlap
+from fa_ops.checks import FP8
 from fa_ops.compat.flash.arguments import PACKED, has_shape, shape
 from fa_ops.compat.flash.cache import Caches
 from fa_ops.ops import library
@@ -40,6 +41,9 @@ def append(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> 
     page = page.where(valid, page[first]).clamp(0, pages - 1)
     slot = (position % size).where(valid, (position % size)[first])
     for cache, new in ((caches.k, k), (caches.v, v)):
+        if cache.dtype == FP8:  # numbers in 8 bits have few operations of torch
+            new = new if new.dtype == FP8 else saturated(new)
+            cache, new = cache.view(torch.uint8), new.view(torch.uint8)
         kept = torch.where(
             valid[first], new[first].to(cache.dtype), cache[page[first], slot[first]]
         )
@@ -81,3 +85,9 @@ def check_new(q: Tensor, caches: Caches, k: Tensor, v: Tensor, ends: Tensor, len
             raise ValueError(
                 f"page_table[{b}] has pages {used.tolist()}, but there are {len(caches.k)}"
             )
+
+
+def saturated(x: Tensor) -> Tensor:
+    """x rounded to e4m3; larger numbers become the largest."""
+    largest = torch.finfo(FP8).max
+    return x.clamp(-largest, largest).to(FP8)

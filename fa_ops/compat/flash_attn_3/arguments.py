@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fa_ops import checks
 from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import count, flag, has_shape
 from fa_ops.types import dtype_name
@@ -32,15 +33,6 @@ def check_unused(
         need_tensor("scheduler_metadata", scheduler_metadata)
 
 
-def refuse_scales(q: Tensor, why: str, scales: Scales) -> None:
-    """Raise NotImplementedError for scales of fp8 inputs and fp8 queries."""
-    for name, value in zip(Scales._fields, scales):
-        if value is not None:
-            raise NotImplementedError(f"{name} must be None {why}, got {type(value).__name__}")
-    if need_tensor("q", q).dtype == torch.float8_e4m3fn:
-        raise NotImplementedError(f"q must be in 16 bits or more {why}, got {dtype_name(q.dtype)}")
-
-
 class Scales(NamedTuple):
     """Factors (B, Hkv) of fp8 queries, keys and values, 1 where they are None."""
 
@@ -48,20 +40,14 @@ class Scales(NamedTuple):
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
 
-    def refuse_with(self, q: Tensor, **others: object) -> None:
-        """Raise NotImplementedError for fp8 queries, or their scales, with any of these given."""
-        given = [n for n, x in others.items() if x is not None and not (type(x) is int and x == 0)]
-        if given:
-            refuse_scales(q, f"with {given[0]}", self)
-
     def options(self, q: Tensor, batch: int, heads: tuple[int, int]) -> dict[str, Tensor]:
         """The scales of `fa_ops.attention` for fp8 queries; none for others.
 
         `heads`: of queries and of keys. A scale of a key head is for all query heads of its group.
 
         Raises:
-            TypeError: queries in 16 bits have scales.
-            ValueError: another shape.
+            TypeError: queries in 16 bits have scales, or scales are not float32.
+            ValueError: another shape or device.
         """
         if need_tensor("q", q).dtype != torch.float8_e4m3fn:
             for name, scale in zip(self._fields, self):
@@ -75,8 +61,12 @@ class Scales(NamedTuple):
             if scale is None:
                 found[name] = torch.ones(1, device=q.device)
                 continue
-            has_shape(name.replace("scale", "descale"), need_tensor(name, scale), (batch, Hkv))
-            found[name] = scale
+            given = name.replace("scale", "descale")
+            has_shape(given, need_tensor(given, scale), (batch, Hkv))
+            checks.same_device(q, given, scale, "q")
+            checks.need(scale.dtype == torch.float32, "{} must be float32, got {}", given,
+                        scale.dtype, error=TypeError)  # fmt: skip
+            found[name] = scale.detach() if scale.requires_grad else scale
         if self.q_descale is not None and Hkv and Hq % Hkv == 0:
-            found["q_scale"] = self.q_descale.repeat_interleave(Hq // Hkv, 1)
+            found["q_scale"] = found["q_scale"].repeat_interleave(Hq // Hkv, 1)
         return found

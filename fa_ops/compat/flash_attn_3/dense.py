@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fa_ops.api import attention
@@ -15,7 +16,9 @@ from fa_ops.compat.flash.arguments import (
     score_options,
     shape,
 )
+from fa_ops.compat.flash.cache import without_gradient
 from fa_ops.compat.flash.segments import chunk_ranges
+from fa_ops.compat.flash_attn_3 import numbers
 from fa_ops.compat.flash_attn_3 import qv as values
 from fa_ops.compat.flash_attn_3.arguments import Scales, check_unused, chunk_of
 from fa_ops.compat.flash_attn_3.wide_values import attend_parts
@@ -50,7 +53,8 @@ def flash_attn_func(
         qv: the shape of out, queries of the values: scores are ``scale * (q . k + qv . v)`` and
             the default scale ``1 / sqrt(D + Dv)``; has no backward pass.
         q_descale: float32 ``(B, Hkv)``, the factors of fp8 queries by sequence and key head, or
-            ``None``: 1. fp8 inputs have a result in bfloat16 and no gradient.
+            ``None``: 1. fp8 inputs have a result in bfloat16; their backward pass raises. With
+            ``qv`` the products are in bfloat16, of the same numbers.
         k_descale: the same of fp8 keys.
         v_descale: the same of fp8 values.
         window_size: number of visible keys on either side of a query's own position; negative:
@@ -79,17 +83,28 @@ def flash_attn_func(
     chunk = chunk_of(attention_chunk)
     deterministic = flag("deterministic", deterministic)
     with_lse = flag("return_attn_probs", return_attn_probs)
-    if qv is not None:
-        scales.refuse_with(q, qv=qv)
-        out, lse = values.batch(q, k, v, qv, chunk, options)
-        return (out, lse) if with_lse else out
-    if chunk:
-        options["key_ranges"] = chunk_ranges(q.shape[1], k.shape[1], chunk, q.device)
-    options |= eight_bit or {"deterministic": deterministic}
-    options["return_lse"] = with_lse
-    q, k, v = map(heads_first, (q, k, v))
-    result = attend_parts(lambda part: attention(q, k, part, **options), v)
-    return (result[0].transpose(1, 2), result[1]) if with_lse else result.transpose(1, 2)
+    inputs = q, k, v, qv, *scales
+    if eight_bit:
+        q, k, v = map(without_gradient, (q, k, v))
+    if qv is not None and eight_bit:
+        rows = torch.arange(q.shape[0], device=q.device)[:, None]
+        wide = numbers.Widened(q, without_gradient(qv), {"k": k, "v": v}, eight_bit, rows)
+        numbers.say(3, qv=qv)
+        out, lse = values.batch(wide.q, k, v, wide.qv, chunk, options)
+        result = wide.result(out), lse
+    elif qv is not None:
+        result = values.batch(q, k, v, qv, chunk, options)
+    else:
+        if chunk:
+            options["key_ranges"] = chunk_ranges(q.shape[1], k.shape[1], chunk, q.device)
+        options |= eight_bit or {"deterministic": deterministic}
+        options["return_lse"] = with_lse
+        q, k, v = map(heads_first, (q, k, v))
+        result = attend_parts(lambda part: attention(q, k, part, **options), v)
+        result = (result[0].transpose(1, 2), result[1]) if with_lse else (result.transpose(1, 2),)
+    if eight_bit:
+        result = numbers.without_backward(inputs, result)
+    return result if with_lse else result[0]
 
 
 def flash_attn_qkvpacked_func(

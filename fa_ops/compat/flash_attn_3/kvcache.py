@@ -76,8 +76,10 @@ def flash_attn_with_kvcache(
         v: the same with ``Dv``.
         qv: as in :func:`flash_attn_func`; the cache is copied unless k_cache and v_cache are
             views of one latent cache ``(..., Dv + D)`` that begins with the values.
-        q_descale: float32 ``(B, Hkv)``, the factors of fp8 queries, which attend an fp8 cache to
-            which nothing is appended, or ``None``: 1. The result is in bfloat16.
+        q_descale: float32 ``(B, Hkv)``, the factors of fp8 queries, which attend an fp8 cache, or
+            ``None``: 1. The result is in bfloat16. New fp8 keys and values are appended as they
+            are, rotated ones rounded to fp8, as rotated queries are. With ``qv``, ``cache_leftpad``
+            or ``attention_chunk`` the products are in bfloat16, of the same numbers.
         k_descale: the same of fp8 keys.
         v_descale: the same of fp8 values.
         rotary_cos: ``(positions, R / 2)``; rotates the queries and ``k``, which must be given. New
@@ -111,8 +113,6 @@ def flash_attn_with_kvcache(
     Source: Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608.
     """
     scales = Scales(q_descale, k_descale, v_descale)
-    scales.refuse_with(q, k=k, qv=qv, rotary_cos=rotary_cos, cache_leftpad=cache_leftpad)
-    scales.refuse_with(q, attention_chunk=attention_chunk)
     check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
     check_unused(num_splits, pack_gqa, sm_margin, scheduler_metadata)
     rows, longest = _checked_packing(q, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q)
@@ -126,15 +126,18 @@ def flash_attn_with_kvcache(
     rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, unbounded, chunk)
     new = new_keys(k, v, DENSE if cu_seqlens_k_new is None else PACKED)
     with_lse = flag("return_softmax_lse", return_softmax_lse)
-    if eight_bit := scales.options(q, rows, (q.shape[-2], k_cache.shape[2])):
+    eight_bit = scales.options(q, rows, (q.shape[-2], k_cache.shape[2]))
+    if eight_bit and new is qv is cache_leftpad is None and not chunk:
         out, lse = attend_numbers(q, caches, lens, cu_seqlens_q, longest, options | eight_bit)
-    elif cu_seqlens_q is cu_seqlens_k_new is qv is None and not chunk:
+    elif cu_seqlens_q is cu_seqlens_k_new is qv is None and not chunk and not eight_bit:
         out, lse = attend_rows(
             q, caches, new, lens, cache_leftpad, rotation, rotary_seqlens, options
         )
     else:
         packed = Packed(cu_seqlens_q, cu_seqlens_k_new, lens, rotation, rotary_seqlens)
-        out, lse = packed.attend(q, qv, new, caches, longest, cache_leftpad, chunk, options)
+        out, lse = packed.attend(
+            q, qv, new, caches, longest, cache_leftpad, chunk, options, eight_bit
+        )
     return (out, lse, *(q.new_empty(0, dtype=torch.float32) for _ in "kv")) if with_lse else out
 
 

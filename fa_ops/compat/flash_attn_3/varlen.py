@@ -17,6 +17,8 @@ from fa_ops.compat.flash.arguments import (
     shape,
     unit_stride,
 )
+from fa_ops.compat.flash.cache import without_gradient
+from fa_ops.compat.flash_attn_3 import numbers
 from fa_ops.compat.flash_attn_3 import qv as values
 from fa_ops.compat.flash_attn_3.arguments import Scales, check_unused, chunk_of
 from fa_ops.compat.flash_attn_3.dense import Result
@@ -76,22 +78,52 @@ def flash_attn_varlen_func(
     """
     shape(PACKED, q=q, k=k, v=v)
     scales = Scales(q_descale, k_descale, v_descale)
-    scales.refuse_with(q, qv=qv, seqused_q=seqused_q, attention_chunk=attention_chunk)
     check_unused(num_splits, pack_gqa, sm_margin)
     given = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
     tokens = q.shape[0], k.shape[0]
-    packing, kv_lens = packed(given, seqused_q, seqused_k, chunk_of(attention_chunk), tokens)
+    chunk = chunk_of(attention_chunk)
+    packing, kv_lens = packed(given, seqused_q, seqused_k, chunk, tokens)
     options = score_options(softmax_scale, causal, window_size, softcap)
     deterministic = flag("deterministic", deterministic)
     with_lse = flag("return_attn_probs", return_attn_probs)
+    eight_bit = scales.options(q, cu_seqlens_q.numel() - 1, (q.shape[1], k.shape[1]))
+    if eight_bit:
+        wide = numbers.rows_of_tokens(cu_seqlens_q, q.shape[0]) if qv is not None or chunk else None
+        if seqused_q is not None and wide is None:
+            eight_bit = numbers.of_used_parts(eight_bit)
+        given = packing, kv_lens, options, with_lse
+        result = _attend_numbers(q, k, v, qv, eight_bit, wide, *given)
+        result = numbers.without_backward((q, k, v, qv, *scales), result)
+    else:
+        if qv is None:
+            options["deterministic"] = deterministic
+        result = _attend(q, k, v, qv, packing, kv_lens, options, with_lse)
+    return result if with_lse else result[0]
+
+
+def _attend(q, k, v, qv, packing, kv_lens, options, with_lse) -> tuple[Tensor, ...]:
+    """out, with or without lse."""
     if qv is not None:
-        out, lse = values.packed(q, k, v, qv, packing, kv_lens, options)
-        return (out, lse) if with_lse else out
-    eight_bit = scales.options(q, packing.cu_seqlens_q.numel() - 1, (q.shape[1], k.shape[1]))
-    options |= eight_bit or {"deterministic": deterministic}
-    options |= {"kv_lens": kv_lens, "return_lse": with_lse}
+        return values.packed(q, k, v, qv, packing, kv_lens, options)
+    options = options | {"kv_lens": kv_lens, "return_lse": with_lse}
     q, k, v = map(unit_stride, (q, k, v))
-    return attend_parts(lambda part: attention_varlen(q, k, part, *packing, **options), v)
+    result = attend_parts(lambda part: attention_varlen(q, k, part, *packing, **options), v)
+    return result if with_lse else (result,)
+
+
+def _attend_numbers(q, k, v, qv, scales, rows, *given) -> tuple[Tensor, ...]:
+    """The same of e4m3 tensors; with the rows of tokens in `scales` by products in 16 bits."""
+    q, k, v = map(without_gradient, (q, k, v))
+    if rows is None:
+        packing, kv_lens, options, with_lse = given
+        return _attend(q, k, v, None, packing, kv_lens, options | scales, with_lse)
+    qv = None if qv is None else without_gradient(qv)
+    wide = numbers.Widened(q, qv, {"k": k, "v": v}, scales, rows)
+    numbers.say(4, qv=qv, attention_chunk=True if qv is None else None)
+    if qv is None:  # pages may stay in 8 bits
+        k, v = k.to(numbers.WIDE), v.to(numbers.WIDE)
+    out, *lse = _attend(wide.q, k, v, wide.qv, *given)
+    return wide.result(out), *lse
 
 
 def packed(
