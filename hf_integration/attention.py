@@ -25,7 +25,7 @@ from hf_integration import (
     rewrites,
     sixteen_bit,
 )
-from hf_integration.encodings import CompactMask, MaskArguments, PackingHint
+from hf_integration.encodings import CompactMask, Encoding, MaskArguments, PackingHint
 from hf_integration.operators import Extras, LayerCall
 
 MAX_REMEMBERED = 256
@@ -227,6 +227,10 @@ def _mask_arguments(
 ) -> MaskArguments:
     if mask is not None:
         found = encodings.arguments(mask, module)
+        restricts = type(mask) is CompactMask and mask.encoding is not Encoding.FULL
+        # A process of a distribution has a part of the keys.
+        if restricts and mask.shape[3] != key.shape[2] and distribution.active() is None:
+            return encodings.for_keys(mask, found, key.shape[2], module)
         is_row = found.attn_mask is not None and query.shape[2] == 1 and found.is_bool_row()
         if is_row and mask.is_cuda:
             bounded = encodings.bounded(mask, query.dtype, module)

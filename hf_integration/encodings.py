@@ -243,6 +243,27 @@ def arguments(mask: Tensor, layer: nn.Module | None = None) -> MaskArguments:
     return _codec(mask.encoding).arguments(mask, layer)
 
 
+def for_keys(mask: CompactMask, found: MaskArguments, Sk: int, layer: nn.Module) -> MaskArguments:
+    """The arguments `found` of a mask, for a layer with another number of keys, `Sk`.
+
+    transformers makes one mask for all layers, from the cache of one of them. In a layer with more
+    or fewer earlier keys, plain causality ends at that layer's own last key.
+
+    Raises ValueError for other masks: which keys they mean in this layer is unknown.
+    """
+    Sq, n = mask.shape[2:]
+    # Without earlier keys the mask may be that of a static cache, which is filled later.
+    if mask.encoding is Encoding.CAUSAL and found.visible_keys == n > Sq:
+        return found._replace(visible_keys=None)
+    where = f" of layer {layer.layer_idx}" if hasattr(layer, "layer_idx") else ""
+    raise ValueError(
+        f"attention_mask must have as many keys as {type(layer).__name__}{where}, got {n} for {Sk} "
+        f"keys ({mask.encoding.value}, {Sq} queries): transformers makes one mask for all layers. "
+        "Caches may differ in length if they are dynamic, the first has earlier keys, and no "
+        "padding, window or document is masked; otherwise give all layers caches of one length"
+    )
+
+
 class Codec(NamedTuple):
     """The attributes of a `CompactMask` that store an encoding, and their decoder."""
 

@@ -121,9 +121,10 @@ def _compact(request: Request, compiling: bool) -> CompactMask:
     # Only in cross-attention may kv_length be that of another cache.
     only_padding = not parts and request.mask_function is key_ranges.bidirectional
     padding, q_offset = _read(request, conditions, is_causal, only_padding)
+    if only_padding:
+        request = request._replace(kv_length=padding.width)
     if not parts and padding.kept is not None:
-        shape = (*request.shape[:3], padding.kept.shape[1])
-        return encodings.keys(shape, padding.kept)
+        return encodings.keys((*request.shape[:3], padding.kept.shape[1]), padding.kept)
     if not parts and padding.keys is not None and padding.keys == padding.width:
         return encodings.full(request.shape, request.device)
     if is_causal and q_offset is not None:

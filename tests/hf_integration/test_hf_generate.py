@@ -1,11 +1,15 @@
 """generate(): every strategy and every cache, against eager attention."""
 
+import os
+import random
+
 import pytest
 import torch
 import transformers
 from tiny_models import SEQ2SEQ, build, padding, switch, tokens
-from transformers import DynamicCache
-from transformers.cache_utils import QuantizedLayer
+from transformers import AttentionInterface, Cache, DynamicCache
+from transformers.cache_utils import QuantizedLayer, StaticLayer
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import hf_integration
 
@@ -138,3 +142,91 @@ def test_a_dictionary_sets_the_implementation():
         ours = model(ids, decoder_input_ids=ids).logits
     assert model.config._attn_implementation == "fa_ops"
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def causal_in_each_layer(module, query, key, value, attention_mask, **options):
+    """Eager attention with causality up to the last key of the layer, and no other mask."""
+    (Sq, Sk), lowest = (query.shape[2], key.shape[2]), torch.finfo(query.dtype).min
+    mask = torch.full((1, 1, Sq, Sk), lowest).triu(Sk - Sq + 1)
+    return eager_attention_forward(module, query, key, value, mask, **options)
+
+
+AttentionInterface.register("causal in each layer", causal_in_each_layer)
+
+
+def pruned(model, ids, kept: list[list[int]]) -> DynamicCache:
+    """The cache of a prompt, of which each layer has kept its own keys."""
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    for layer, indices in zip(cache.layers, kept, strict=True):
+        layer.keys, layer.values = layer.keys[:, :, indices], layer.values[:, :, indices]
+    return cache
+
+
+@pytest.mark.parametrize("case", range(int(os.environ.get("FA_OPS_CACHE_CASES", "40"))))
+def test_layers_whose_caches_differ_in_length(case):
+    """As after the compression of a cache; two pieces, each of one or several queries."""
+    rng, S = random.Random(f"caches {case}"), 12
+    B, layers = rng.choice([1, 2]), rng.randint(2, 4)
+    # Without earlier keys in the first layer several queries raise, as below.
+    kept = [sorted(rng.sample(range(S), rng.randint(i == 0, S))) for i in range(layers)]
+    pieces = [tokens(B, rng.choice([1, 1, 2, 5, 20]), seed=case + i) for i in (1, 2)]
+    model, given = build(rng.choice(["llama", "qwen3"]), num_hidden_layers=layers), []
+    with_mask, results = rng.random() < 0.5, []
+    for name in ("fa_ops", "causal in each layer"):
+        switch(model, name)
+        with torch.no_grad():
+            cache, end, given = pruned(model, tokens(B, seed=case), kept), S, []
+            for ids in pieces:
+                positions = torch.arange(end, end + ids.shape[1]).expand(B, -1)
+                end += ids.shape[1]
+                mask = torch.ones(B, end, dtype=torch.long) if with_mask else None
+                options = {"position_ids": positions, "attention_mask": mask}
+                given.append(model(ids, past_key_values=cache, **options).logits)
+        results.append(torch.cat(given, 1))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+def test_compiled_layers_whose_caches_differ_in_length():
+    model, ids, results = build("llama", num_hidden_layers=2), tokens(1, 4, seed=1), []
+    for kept in ([[0, 3, 5], [1, 2, 3, 4, 7, 9]], [[0, 3, 5, 6, 8], [4]]):
+        for name in ("fa_ops", "causal in each layer"):
+            switch(model, name)
+            run = torch.compile(model, backend="eager") if name == "fa_ops" else model
+            with torch.no_grad():
+                cache = pruned(model, tokens(1), kept)
+                positions = torch.arange(12, 16)[None]
+                results.append(run(ids, past_key_values=cache, position_ids=positions).logits)
+        torch.testing.assert_close(*results[-2:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [(4, 7), (7, 4)], ids=["longer", "shorter"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", ["left", "holes"])
+def test_a_mask_with_padding_is_for_layers_of_one_length(kind, count, lengths):
+    model = build("llama", num_hidden_layers=2)
+    mask = torch.ones(2, 12 + count, dtype=torch.long)
+    mask[0, slice(2) if kind == "left" else slice(1, 3)] = 0
+    with torch.no_grad():
+        cache = pruned(model, tokens(), [list(range(n)) for n in lengths])
+        with pytest.raises(ValueError, match="as many keys as LlamaAttention of layer 1, got"):
+            model(tokens(S=count, seed=1), attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("sizes", [(5, 9), (9, 5)], ids=["longer", "shorter"])
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_static_caches_have_one_size(count, sizes):
+    """Also if the prompt fills the first one: which keys are filled in the other is unknown."""
+    model = build("llama", num_hidden_layers=2)
+    cache = Cache(layers=[StaticLayer(max_cache_len=size) for size in sizes])
+    with torch.no_grad(), pytest.raises(ValueError, match="give all layers caches of one length"):
+        model(tokens(1, count), past_key_values=cache)
+
+
+def test_a_first_layer_without_earlier_keys_has_no_mask_for_others():
+    """It cannot be told from a static cache that the prompt fills."""
+    model = build("llama", num_hidden_layers=2)
+    with torch.no_grad():
+        cache = pruned(model, tokens(1), [[], [0, 5]])
+        with pytest.raises(ValueError, match="the first has earlier keys"):
+            model(tokens(1, 3), past_key_values=cache)
