@@ -106,6 +106,50 @@ def steps(model, seed: int, mask, count: int = NEW):
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
 
 
+@pytest.mark.parametrize("beside", [None, [1, 1, 1, 1], [0, 0, 1, 1]], ids=str)
+def test_steps_after_every_padding_of_a_prompt(beside):
+    """Prompts of four tokens, alone and beside another row."""
+    model = build("llama")
+    for kept in list(itertools.product([0, 1], repeat=4))[1:]:
+        mask, results = torch.tensor([kept] if beside is None else [kept, beside]), []
+        for name in ("fa_ops", "eager"):
+            switch(model, name)
+            cache, ids, found = DynamicCache(config=model.config), tokens(len(mask), 4), []
+            for count in range(3):
+                longer = torch.cat([mask, torch.ones(len(mask), count, dtype=torch.long)], 1)
+                with torch.no_grad():
+                    out = model(ids, attention_mask=longer, past_key_values=cache)
+                found.append(out.logits)
+                ids = tokens(len(mask), 1, seed=count)
+            results.append(torch.cat(found[1:], 1))  # rows of the prompt may attend nothing
+        torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4, msg=str(kept))
+
+
+@pytest.mark.parametrize("kind", ["left", "none", "holes"])
+@pytest.mark.parametrize("change", ["repeated", "selected"])
+def test_a_cache_whose_batch_changes_between_steps(change, kind):
+    """The mask of the prompt says nothing about the rows of another batch."""
+    model, results = build("llama"), []
+    prompt = torch.ones(2, 12, dtype=torch.long)
+    mask = MASKS[kind].repeat_interleave(2, 0) if change == "repeated" else MASKS[kind][:1]
+    for name in ("fa_ops", "eager"):
+        switch(model, name)
+        cache, found = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            model(tokens(), attention_mask=prompt, past_key_values=cache)
+            if change == "repeated":
+                cache.batch_repeat_interleave(2)
+            else:
+                cache.batch_select_indices(torch.tensor([0]))
+            for count in (1, 2):
+                longer = torch.cat([mask, torch.ones(len(mask), count, dtype=torch.long)], 1)
+                ids = tokens(len(mask), 1, seed=count)
+                out = model(ids, attention_mask=longer, past_key_values=cache)
+                found.append(out.logits)
+        results.append(torch.stack(found))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kinds", list(itertools.permutations(MASKS, 2)), ids="-".join)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_interleaved_requests_do_not_share_masks(model_type, kinds):

@@ -37,9 +37,11 @@ BASES = {
     "causal": masking_utils.causal_mask_function,
     "window": masking_utils.sliding_window_causal_mask_function(4),
     "wide window": masking_utils.sliding_window_causal_mask_function(40),
+    "window but one": masking_utils.sliding_window_causal_mask_function(S - 1),  # hides one key
     "chunked": masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 3, 1])),
     "bidirectional": masking_utils.bidirectional_mask_function,
     "bidirectional window": masking_utils.sliding_window_bidirectional_mask_function(3),
+    "bidirectional but one": masking_utils.sliding_window_bidirectional_mask_function(S - 2),
 }
 CAUSAL = ("causal", "window", "chunked")
 FUNCTIONS = (
@@ -56,6 +58,9 @@ GEOMETRIES = {
     "decode": (1, S, 16, 0),
     "static prefill": (10, S, 0, 0),
     "static decode": (1, S, 9, 0),
+    "static decode, one unused key": (1, S, S - 2, 0),
+    "static decode, filled": (1, S, S - 1, 0),
+    "static prefill, one unused key": (S - 1, S, 0, 0),
     "sliding cache": (2, 9, 15, 8),
 }
 
@@ -65,6 +70,8 @@ def padding(kind: str) -> torch.Tensor | None:
     if kind in ("left", "right"):
         valid[0, :3], valid[2, :9] = False, False
         valid = valid.flip(-1) if kind == "right" else valid
+    elif kind == "equal left":
+        valid[:, :3] = False
     elif kind == "holes":
         valid[1, 5] = False
     elif kind == "unused end":
@@ -113,7 +120,9 @@ def made(fields: dict) -> tuple[torch.Tensor, str]:
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["known offset", "offset on device"])
-@pytest.mark.parametrize("pad", ["none", "ones", "left", "right", "unused end", "empty row"])
+@pytest.mark.parametrize(
+    "pad", ["none", "ones", "left", "equal left", "right", "unused end", "empty row"]
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_masks_are_exact_and_compact(name, pad, on_device):
     for kind, geometry in GEOMETRIES.items():
@@ -173,6 +182,9 @@ def test_search_gives_the_exact_ranges(name):
         ("causal", "decode", "full"),
         ("wide window", "prefill", "causal"),
         ("wide window", "decode", "full"),
+        ("window but one", "decode", "ranges"),
+        ("window but one", "static prefill, one unused key", "causal"),
+        ("causal", "static decode, one unused key", "causal"),
         ("window", "sliding cache", "ranges"),
         ("bidirectional", "prefill", "full"),
     ],
