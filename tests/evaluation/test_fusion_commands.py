@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.config
 import typer
 from typer.testing import CliRunner
 
@@ -11,6 +13,17 @@ from tests.compile_passes.spellings import refused
 from tests.evaluation import fusion_bench, fusion_corpus, fusion_libraries, fusion_sweep
 
 REFUSED = refused.__file__
+
+
+@pytest.fixture(autouse=True)
+def restored_options():
+    """The commands set options of torch.compile, which later tests must not see."""
+    inductor, functorch = torch._inductor.config, torch._functorch.config
+    with (
+        inductor.patch(fallback_random=inductor.fallback_random),
+        functorch.patch(enable_autograd_cache=functorch.enable_autograd_cache),
+    ):
+        yield
 
 
 def invoke(command, arguments):
