@@ -22,7 +22,7 @@ from fa_ops.argument_types import (
 )
 from fa_ops.call import DENSE, PACKED, PackedQuantizedTensors, PackedTensors, QuantizedTensors
 from fa_ops.eager_calls import attend
-from fa_ops.ops import masks, merge, seeds
+from fa_ops.ops import library, masks, merge, seeds
 from fa_ops.types import NO_TENSORS, DenseTensors, dtype_name
 
 
@@ -309,7 +309,9 @@ def dropout_seed(query: Tensor, dropout_p: float) -> Tensor | None:
         return None
     if is_proxy(need_tensor("query", query)):
         return seeds.DROPOUT_SEED(query.new_empty(0))
-    return seeds.draw(query.device)
+    if library.is_recorded():
+        return seeds.record_draw(query.device)
+    return torch.randint(2**63 - 1, (1,), device=query.device)
 
 
 def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:

@@ -17,20 +17,14 @@ from fa_ops.ops.imports import after_import
 DROPOUT_SEED = torch.ops.fa.dropout_seed.default
 
 
-def draw(device: torch.device) -> Tensor:
-    """A seed (1,) of torch's generator of the device."""
-    if library.is_recorded():
-        # A new tensor for each: equal calls of operators are merged, except those of empty.
-        return DROPOUT_SEED(torch.empty(0, device=device))
-    return _draw(device, 1)
-
-
-def _draw(device: torch.device, count: int) -> Tensor:
-    return torch.randint(2**63 - 1, (count,), device=device)
+def record_draw(device: torch.device) -> Tensor:
+    """A seed (1,) of torch's generator of the device, drawn when the recorded graph runs."""
+    # A new tensor for each: equal calls of operators are merged, except those of empty.
+    return DROPOUT_SEED(torch.empty(0, device=device))
 
 
 def _dropout_seed(like: Tensor, count: int = 1) -> Tensor:
-    return _draw(like.device, count)
+    return torch.randint(2**63 - 1, (count,), device=like.device)
 
 
 def _fake(like: Tensor, count: int = 1) -> Tensor:
