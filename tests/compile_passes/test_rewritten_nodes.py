@@ -41,7 +41,9 @@ def test_a_form_that_is_not_fused_is_restored(name):
     assert [getattr(x, "__name__", x) for x in names].count("matmul") == (3 if products == 1 else 2)
 
 
-RESTORED = "a_view_sees_the_write written_and_returned normalised_and_returned normalised_after_dropout"
+RESTORED = (
+    "a_view_sees_the_write written_and_returned normalised_and_returned normalised_after_dropout"
+)
 
 
 @pytest.mark.parametrize("name", [*RESTORED.split(), "sum_of_three"])
