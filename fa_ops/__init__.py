@@ -2,7 +2,7 @@
 
 from fa_ops import compat, transformers_hint
 from fa_ops.api import attention, attention_varlen, mask_blocks, merge_states
-from fa_ops.dispatch import use_backend
+from fa_ops.dispatch import set_backend, use_backend
 from fa_ops.explanation import explain
 from fa_ops.kv_cache import attention_with_kv_cache
 from fa_ops.ops.rules import SAC_OPS
@@ -19,6 +19,7 @@ __all__ = [
     "mask_blocks",
     "merge_states",
     "quantized_attention",
+    "set_backend",
     "use_backend",
 ]
 

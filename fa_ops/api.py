@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa_ops import dispatch
+from fa_ops import tracing
 from fa_ops.argument_types import (
     Window,
     is_proxy,
@@ -22,7 +22,7 @@ from fa_ops.argument_types import (
 )
 from fa_ops.call import DENSE, PACKED, PackedQuantizedTensors, PackedTensors, QuantizedTensors
 from fa_ops.eager_calls import attend
-from fa_ops.ops import library, masks, merge, seeds
+from fa_ops.ops import masks, merge, seeds
 from fa_ops.types import NO_TENSORS, DenseTensors, dtype_name
 
 
@@ -87,7 +87,8 @@ def attention(
         deterministic: a bitwise repeatable backward; also by
             ``torch.use_deterministic_algorithms``.
         backend: a backend's name, which then never falls back; ``None``: the one set by
-            ``use_backend`` or ``FA_OPS_BACKEND``, else the fastest that supports the call.
+            ``use_backend``, ``set_backend`` or ``FA_OPS_BACKEND``, else the fastest that supports
+            the call.
         q_scale: float32, given with the two below where query, key and value are float8_e4m3fn:
             the factor of their numbers, as one element, ``(B, Hq)``, ``(B, Hq, Sq)``, or
             ``(B, Hq, ceil(Sq / 64))`` for blocks of 64 tokens. Then there is no gradient, ``out``
@@ -139,7 +140,7 @@ def attention(
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (
         is_causal, dropout_p, scale, left, right, softcap, deterministic,
-        dispatch.default if backend is None else backend,
+        backend,
     )  # fmt: skip
     return attend(query, key, value, tensors, scalars, DENSE, return_lse)
 
@@ -246,7 +247,7 @@ def attention_varlen(
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (
         is_causal, dropout_p, scale, left, right, softcap, deterministic,
-        dispatch.default if backend is None else backend, max_seqlen_q, max_seqlen_k,
+        backend, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     return attend(query, key, value, tensors, scalars, PACKED, return_lse)
 
@@ -309,7 +310,7 @@ def dropout_seed(query: Tensor, dropout_p: float) -> Tensor | None:
         return None
     if is_proxy(need_tensor("query", query)):
         return seeds.DROPOUT_SEED(query.new_empty(0))
-    if library.is_recorded():
+    if tracing.is_compiling():
         return seeds.record_draw(query.device)
     return torch.randint(2**63 - 1, (1,), device=query.device)
 

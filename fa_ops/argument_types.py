@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.call import Tensors
+from fa_ops.tracing import is_compiling
 from fa_ops.types import DenseTensors, Packing, bounded
 
 Window = tuple[int | None, int | None]
@@ -52,7 +53,7 @@ def checked_options(
         need_bool("deterministic", deterministic)
         options["deterministic"] = True
     if backend is None:
-        backend = dispatch.default
+        backend = dispatch.chosen()
     if backend is not None:
         dispatch.check_name(backend)
         options["backend"] = backend
@@ -104,7 +105,7 @@ def need_int(name: str, value: object, kind: str = "an int") -> int:
     if isinstance(value, torch.SymInt):
         return value
     value = int(value)
-    if not torch.compiler.is_compiling() and not -(2**63) <= value < 2**63:
+    if not is_compiling() and not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must be an integer of 64 bits, got {_short(value)}")
     return value
 

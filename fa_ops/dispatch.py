@@ -1,8 +1,8 @@
 """The list of backends, and the choice among them.
 
-A call may name its backend; otherwise `use_backend` does, then the environment variable
-FA_OPS_BACKEND. The last resort is "auto": the first backend of the list for the call's device that
-supports it. A backend that was named never falls back to another one.
+A call may name its backend; otherwise `use_backend` does, then `set_backend` or the environment
+variable FA_OPS_BACKEND. The last resort is "auto": the first backend of the list for the call's
+device that supports it. A backend that was named never falls back to another one.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import warnings
+from contextvars import ContextVar
 from types import ModuleType
 from typing import NamedTuple
 
 from torch import Tensor
 
 from fa_ops.call import Call
+from fa_ops.tracing import is_traced_by_dynamo
 from fa_ops.types import MASK_BLOCK
 
 BACKENDS = ("hopper", "triton", "cpu", "reference")
@@ -31,15 +34,34 @@ _MERGING = {"hopper": "triton"}
 
 _PACKAGES = ("triton",)  # third-party packages that backends import
 
+# The process's choice.
 default: str | None = os.environ.get("FA_OPS_BACKEND") or None
 
 _available: dict[str, str | None] = {}
 
 
+class _Block(NamedTuple):
+    """A `with` block that chose a backend and has not ended where it is among the open ones."""
+
+    name: str
+    owner: use_backend
+    ended: list[bool]  # one element: whether the block has ended in some other context
+
+
+# The open blocks of this context, the innermost last.
+_blocks: ContextVar[tuple[_Block, ...]] = ContextVar("fa_ops_backend", default=())
+open_blocks = _blocks.get  # a C function: () outside all blocks
+
+# The innermost block of the code that Dynamo traces, which cannot trace context variables.
+_traced: str | None = None
+
+
 class use_backend:
     """Set the backend of calls inside a `with` block that name none; "auto" restores the choice.
 
-    The choice holds for the whole process, not per thread. Works in and around compiled code.
+    The choice holds in its context (see `contextvars`): in this thread, and in this task of asyncio
+    and those that it starts. Threads started inside the block do not have it. Blocks may end in any
+    order. Works in and around compiled code. `set_backend` chooses for the whole process.
 
     Raises:
         ValueError: no backend has that name.
@@ -52,16 +74,76 @@ class use_backend:
     def __init__(self, name: str) -> None:
         check_name(name)
         self.name = name
-        self.previous: list[str | None] = []  # of each block, as blocks of one object may be nested
+        self.entered: list[_Block] = []  # as blocks of one object may be nested, or overlap
+        self.previous: list[str | None] = []  # the same in code that Dynamo traces
 
     def __enter__(self) -> None:
-        global default
-        self.previous.append(default)
-        default = self.name
+        global _traced
+        if is_traced_by_dynamo():
+            self.previous.append(_traced)
+            _traced = self.name
+            return
+        block = _Block(self.name, self, [False])
+        self.entered.append(block)
+        _blocks.set((*_open_blocks(), block))
 
     def __exit__(self, *_: object) -> None:
-        global default
-        default = self.previous.pop()
+        global _traced
+        if is_traced_by_dynamo():
+            _traced = self.previous.pop()
+            return
+        blocks = _open_blocks()
+        mine = [block for block in blocks if block.owner is self]
+        if mine:  # contexts that were copied inside the block keep the choice
+            self.entered.remove(mine[-1])
+            _blocks.set(tuple(block for block in blocks if block is not mine[-1]))
+        else:  # a generator that ends in another context than it began in
+            self.entered.pop().ended[0] = True
+
+
+def _open_blocks() -> tuple[_Block, ...]:
+    return tuple(block for block in _blocks.get() if not block.ended[0])
+
+
+def set_backend(name: str | None) -> None:
+    """Set the backend of the process's calls that name none and are in no block of `use_backend`.
+
+    As the environment variable `FA_OPS_BACKEND` does when fa_ops is imported. For all threads at
+    once, autograd's among them. "auto" or None: the fastest that supports the call.
+
+    Raises:
+        ValueError: no backend has that name.
+
+    Examples:
+        >>> fa_ops.set_backend("reference")
+        >>> fa_ops.set_backend(None)
+    """
+    global default
+    if name is not None:
+        check_name(name)
+    default = name
+
+
+def chosen() -> str | None:
+    """The backend of calls that name none, here and now; None: the fastest."""
+    if is_traced_by_dynamo():
+        return _traced or _this_module.chosen_in_context or default
+    return _chosen_in_context() or default if open_blocks() else default
+
+
+def _chosen_in_context() -> str | None:
+    blocks = _open_blocks()
+    return blocks[-1].name if blocks else None
+
+
+def __getattr__(name: str) -> str | None:
+    """`chosen_in_context`, an attribute because Dynamo guards on those of modules."""
+    if name == "chosen_in_context":
+        return _chosen_in_context()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_this_module = sys.modules[__name__]
 
 
 def check_name(name: str) -> None:
@@ -148,13 +230,13 @@ def mask_blocks_pay(queries: int, mask: Tensor) -> bool:
 
 def merging_backend() -> str:
     """The backend of `merge_states`: the default one, or what merges in its place."""
-    name = default or "auto"
+    name = chosen() or "auto"
     return _MERGING.get(name, name)
 
 
 def skips_tiles(device: str) -> bool:
     """Whether the usual backend of a device skips by `mask_blocks`, and some backend makes them."""
-    name = default or "auto"
+    name = chosen() or "auto"
     names = AUTO.get(device, ()) if name == "auto" else (name,)
     able = [name for name in names if available_error(name) is None]
     return bool(able) and able[0] in _SKIPPING and any(n in _SUMMARISING for n in able)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fa_ops import dispatch, planning
+from fa_ops import planning
 from fa_ops.argument_types import (
     Window,
     checked_options,
@@ -137,7 +137,7 @@ def attention_with_kv_cache(
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (
         is_causal, 0.0, scale, left, right, softcap, False,
-        dispatch.default if backend is None else backend, rotary_interleaved, num_splits,
+        backend, rotary_interleaved, num_splits,
         batch_invariant,
     )  # fmt: skip
     return _attend(query, key_cache, value_cache, tensors, scalars, return_lse)

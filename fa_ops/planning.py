@@ -38,6 +38,7 @@ from fa_ops.call import (
     append_then_attend,
 )
 from fa_ops.geometry import rows_are_aligned
+from fa_ops.tracing import is_capturing
 from fa_ops.types import NO_TENSORS, TOKEN_SCALES, bounded, scales_of
 
 # Reports page numbers and lengths out of range on the GPU too, at the price of a synchronisation.
@@ -87,9 +88,10 @@ def key_of(
     """
     try:
         dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
+        backend = dispatch.chosen() if dispatch.open_blocks() else dispatch.default
         key = (
             kind, q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
-            dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default,
+            dtype, k.dtype, v.dtype, q.device, k.device, v.device, backend,
             scalars, tuple(map(type, scalars)),
         )  # fmt: skip
         if k_shape != v_shape:  # values may be part of the keys
@@ -127,7 +129,7 @@ def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
     if plan is None:
         check(call)
         check_values = _check_of_values(call)
-        if check_values is not None and _can_read_values(call.query):
+        if check_values is not None and not is_capturing(call.query.device):
             check_values(call.query, call.key, call.value, call.tensors)
     step = _normalising_step(call.tensors)
     normal = _normalised(call, step)
@@ -173,10 +175,17 @@ def plan_of(call: Call) -> Prepared:
     return prepared(key) or prepare(key, call, scalars)
 
 
+def with_backend(call: Call) -> Call:
+    """The call with the backend that is chosen now, on which its backward pass will then run."""
+    backend = call.spec.backend or dispatch.chosen()
+    return call._replace(spec=call.spec._replace(backend=backend)) if backend else call
+
+
 def settings(dtype: torch.dtype, mask_grad: bool) -> tuple:
     """What a backward pass depends on besides its tensors and the options of its forward pass."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return dispatch.default, deterministic, precision_of(dtype), mask_grad
+    backend = dispatch.chosen() if dispatch.open_blocks() else dispatch.default
+    return backend, deterministic, precision_of(dtype), mask_grad
 
 
 def precision_of(dtype: torch.dtype) -> str | None:
@@ -336,7 +345,7 @@ def _normalised(call: Call, step: Callable[[Tensors], Tensors] | None) -> Call:
     if spec.window_left >= 0 or spec.window_right >= 0:
         left, right = bounded(spec.window_left), bounded(spec.window_right)
         spec = spec._replace(window_left=left, window_right=right)
-    return call._replace(spec=spec, backend=spec.backend or dispatch.default or "auto")
+    return call._replace(spec=spec, backend=spec.backend or dispatch.chosen() or "auto")
 
 
 def _normalising_step(tensors: Tensors) -> Callable[[Tensors], Tensors] | None:
@@ -391,14 +400,9 @@ def _after(step: Callable[[Tensors], Tensors], run: Run, call: Call) -> Run:
     return lambda q, k, v, tensors, with_lse=True: run(q, k, v, step(tensors), with_lse)
 
 
-def _can_read_values(q: Tensor) -> bool:
-    """Whether the host may read tensors now, which a CUDA graph under capture forbids."""
-    return q.device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
-
-
 def _checking_values(run: Run, check_values: Callable[..., None]) -> Run:
     def checked(q, k, v, tensors, with_lse=True):
-        if _can_read_values(q):
+        if not is_capturing(q.device):
             check_values(q, k, v, tensors)
         return run(q, k, v, tensors, with_lse)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import dispatch, planning
+from fa_ops import planning
 from fa_ops.argument_types import Window, checked_options, need_bool, sides
 from fa_ops.call import QUANTIZED, Call, PackedQuantizedTensors, QuantizedTensors
 from fa_ops.ops import autocast, library, lookup, quantized
@@ -83,7 +83,6 @@ def quantized_attention(
     if qk_dtype is None:
         raise TypeError("qk_dtype must be a torch.dtype, got None")
     tensors = QuantizedTensors(sinks, kv_lens, key_ranges)
-    backend = dispatch.default if backend is None else backend
     scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, qk_dtype, smooth_key,
                rotate)  # fmt: skip
     return _run(query, key, value, tensors, scalars, return_lse)
@@ -100,7 +99,6 @@ def scaled_attention(
         raise TypeError(
             f"q_scale is for tensors in float8_e4m3fn, but query is {dtype_name(query.dtype)}"
         )
-    backend = dispatch.default if backend is None else backend
     scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, None, False, False)
     return _run(query, key, value, tensors, scalars, return_lse)
 

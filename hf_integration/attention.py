@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fa_ops.tracing import is_compiling
 from hf_integration import (
     architectures,
     distribution,
@@ -120,7 +121,7 @@ def fa_ops_attention_forward(
         return distribution.attention(module, *parts, unsupported), None
     is_compact, family, decisions = type(attention_mask) is CompactMask, None, None
     plain = position_bias is indices is cu_seq_lens_q is None and not (dropout or output_attentions)
-    if plain and is_compact and not torch.compiler.is_compiling():
+    if plain and is_compact and not is_compiling():
         family = _family(query, key, value, attention_mask.encoding, mask, sinks, eight_bit)
         decisions = _remembered.get(family)
     if decisions is not None:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from fa_ops.tracing import is_compiling
+
 _PREPARES = "_preprocess_mask_arguments"
 _CACHE_NAMES = ("cache", "past_key_values")  # the second one in older releases
 
@@ -51,7 +53,7 @@ def install() -> str:
 
     @functools.wraps(original)
     def prepare(*args, **kwargs):
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             _record_cache(parameters.bind(*args, **kwargs).arguments.get(name))
         return original(*args, **kwargs)
 

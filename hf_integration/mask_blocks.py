@@ -7,6 +7,7 @@ from torch import nn
 
 import fa_ops
 from fa_ops import dispatch
+from fa_ops.tracing import is_compiling
 from fa_ops.types import MASK_BLOCK
 from hf_integration.encodings import MaskArguments
 from hf_integration.memo import PerTensorMemo
@@ -21,7 +22,7 @@ def with_mask_blocks(found: MaskArguments, queries: int, layer: nn.Module) -> Ma
     if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
         return found
     # queries are not compared in compiled code, which would be compiled again for short prompts
-    pays = torch.compiler.is_compiling() or queries >= MASK_BLOCK
+    pays = is_compiling() or queries >= MASK_BLOCK
     if not (pays and _skips_tiles(mask.device.type)):
         return found
     blocks = _memo.get(mask, layer, lambda: fa_ops.mask_blocks(mask))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
 
+from fa_ops.tracing import is_compiling
 from hf_integration import architectures, decoding, distribution, encodings, key_ranges
 from hf_integration.encodings import CompactMask, PackingHint, counts
 from hf_integration.key_ranges import KeyRange
@@ -72,7 +73,7 @@ def fa_ops_mask(*args, **kwargs) -> Tensor:
     kwargs |= dict(zip(Request._fields, args, strict=False))
     if distribution.active() is not None:
         kwargs = distribution.whole_mask(kwargs)
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     cache = None if compiling else decoding.pop_cache()
     needs = architectures.mask_needs(kwargs.get("config"), may_read_source=not compiling)
     if needs.floating is not None:

@@ -6,10 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hf_integration.readable import is_capturing
+from fa_ops.tracing import is_capturing, is_compiling
 
 
 class PerTensorMemo:
@@ -29,7 +28,7 @@ class PerTensorMemo:
 
     def get(self, tensor: Tensor, layer: nn.Module | None, compute: Callable[[], Any]) -> Any:
         """Return the value derived from `tensor`, computed if the tensor is new or has changed."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return compute()
         version, others = _version(tensor), []
         for entry in self._entries:
@@ -46,6 +45,6 @@ class PerTensorMemo:
 
 def _version(tensor: Tensor) -> int | str:
     """The number of in-place changes, or why it cannot be relied on."""
-    if is_capturing(tensor):
+    if is_capturing(tensor.device):
         return "capturing"
     return "inference" if tensor.is_inference() else tensor._version

@@ -6,7 +6,7 @@ Nemotron, StableLM): transformers collects the weights from what their attention
 
 from __future__ import annotations
 
-import torch
+from fa_ops.tracing import is_compiling
 
 try:
     from transformers.utils.output_capturing import _active_collector as _collector
@@ -25,5 +25,5 @@ def requested() -> bool:
         return False
     # A model that is compiled as a whole sets the global variable, as torch.compile cannot trace
     # context variables. Layers that are compiled on their own read None.
-    collected = _collector.global_var if torch.compiler.is_compiling() else _collector.get()
+    collected = _collector.global_var if is_compiling() else _collector.get()
     return collected is not None and any(name.endswith("attentions") for name in collected)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import expecttest
 import pytest
@@ -97,15 +101,15 @@ def test_a_backend_may_refuse_by_how_many_keys_there_are(monkeypatch):
 
 
 def test_use_backend_can_be_nested(monkeypatch):
-    assert dispatch.default is None
+    assert dispatch.chosen() is None
     with fa_ops.use_backend("reference"):
         assert chosen(*qkv()) is dispatch.load("reference")
         with pytest.raises(RuntimeError), fa_ops.use_backend("auto"):
             assert chosen(*qkv()) is dispatch.load("cpu")
             raise RuntimeError
-        assert dispatch.default == "reference"
+        assert dispatch.chosen() == "reference"
         assert chosen(*qkv(), Spec(backend="cpu")) is dispatch.load("cpu")
-    assert dispatch.default is None
+    assert dispatch.chosen() is None
 
 
 def test_one_use_backend_can_be_nested(monkeypatch):
@@ -113,9 +117,9 @@ def test_one_use_backend_can_be_nested(monkeypatch):
     chosen = fa_ops.use_backend("reference")
     with chosen, fa_ops.use_backend("cpu"):
         with chosen:
-            assert dispatch.default == "reference"
-        assert dispatch.default == "cpu"
-    assert dispatch.default is None
+            assert dispatch.chosen() == "reference"
+        assert dispatch.chosen() == "cpu"
+    assert dispatch.chosen() is None
 
 
 def test_use_backend_holds_for_the_backward_of_its_calls(monkeypatch):
@@ -215,3 +219,196 @@ def test_rows_are_aligned_if_their_strides_are_multiples_of_16_bytes():
     odd = torch.randn(4, 8, 16, 130)[..., :128]
     for other in (odd, q.mT, q[..., 1:], q[:, :1].expand(4, 8, 16, 128), odd.half()[..., 2:]):
         assert not rows_are_aligned(q, other)
+
+
+def in_thread(function, *args):
+    """What a function returns in a new thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result(60)
+
+
+def test_blocks_of_threads_may_overlap():
+    entered, leave, left = (threading.Event() for _ in range(3))
+
+    def first():
+        with fa_ops.use_backend("reference"):
+            entered.set()
+            leave.wait(60)
+            return dispatch.chosen()
+
+    def second():
+        entered.wait(60)
+        with fa_ops.use_backend("cpu"):
+            leave.set()
+            left.wait(60)
+            return dispatch.chosen()
+
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.submit(first), pool.submit(second)
+        assert found[0].result(60) == "reference"
+        left.set()
+        assert found[1].result(60) == "cpu"
+    assert dispatch.chosen() is in_thread(dispatch.chosen) is None
+
+
+def test_blocks_of_tasks_may_overlap():
+    async def task(name, pause):
+        with fa_ops.use_backend(name):
+            await asyncio.sleep(pause)
+            child = await asyncio.create_task(child_task())
+            return dispatch.chosen(), child, await asyncio.to_thread(dispatch.chosen)
+
+    async def child_task():
+        return dispatch.chosen()
+
+    async def outer():
+        shared = fa_ops.use_backend("reference")
+
+        async def one_object(pause):
+            with shared:
+                await asyncio.sleep(pause)
+                return dispatch.chosen()
+
+        tasks = task("reference", 0.02), task("cpu", 0.04), one_object(0.02), one_object(0.01)
+        return *await asyncio.gather(*tasks), dispatch.chosen()
+
+    *found, after = asyncio.run(outer())
+    assert found == [("reference",) * 3, ("cpu",) * 3, "reference", "reference"]
+    assert after is dispatch.chosen() is None
+
+
+def test_a_task_keeps_the_choice_under_which_it_began():
+    async def outer():
+        async def late():
+            await asyncio.sleep(0.01)
+            return dispatch.chosen()
+
+        with fa_ops.use_backend("reference"):
+            task = asyncio.create_task(late())
+        assert dispatch.chosen() is None
+        return await task
+
+    assert asyncio.run(outer()) == "reference"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
+def test_blocks_of_generators_end_in_any_order(order):
+    def block(name):
+        with fa_ops.use_backend(name):
+            yield
+
+    names = ["reference", "cpu", "triton"]
+    generators = [block(name) for name in names]
+    for generator in generators:
+        next(generator)
+    left = dict(enumerate(names))
+    for i in order:
+        assert dispatch.chosen() == list(left.values())[-1]
+        generators[i].close()
+        del left[i]
+    assert dispatch.chosen() is None
+
+
+def test_a_generator_may_end_in_another_thread():
+    def block():
+        with fa_ops.use_backend("reference"):
+            yield
+
+    generator = block()
+    next(generator)
+    assert dispatch.chosen() == "reference"
+    in_thread(generator.close)
+    assert dispatch.chosen() is None
+    with fa_ops.use_backend("cpu"):
+        assert dispatch.chosen() == "cpu"
+    assert dispatch.chosen() is None
+
+
+def test_new_threads_have_the_choice_of_the_process():
+    with fa_ops.use_backend("reference"):
+        assert in_thread(dispatch.chosen) is None
+        assert in_thread(contextvars.copy_context().run, dispatch.chosen) == "reference"
+
+
+@pytest.fixture
+def process_choice(monkeypatch):
+    monkeypatch.setattr(dispatch, "default", None)
+
+
+@pytest.mark.usefixtures("process_choice")
+def test_set_backend_holds_for_the_process():
+    fa_ops.set_backend("reference")
+    assert dispatch.chosen() == in_thread(dispatch.chosen) == "reference"
+    assert "backend: reference" in str(fa_ops.explain(*qkv()))
+    with fa_ops.use_backend("auto"):
+        assert chosen(*qkv()) is dispatch.load("cpu")
+    with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
+        fa_ops.set_backend("cuda")
+    assert dispatch.chosen() == "reference"
+    fa_ops.set_backend(None)
+    assert dispatch.chosen() is None
+
+
+def backends_of(monkeypatch) -> list[str]:
+    """The backends of the calls that are planned from now on."""
+    seen, choose = [], dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda call: seen.append(call.backend) or choose(call))
+    return seen
+
+
+@pytest.mark.usefixtures("process_choice")
+def test_compiled_code_follows_the_choice_of_its_context():
+    seen = []
+
+    def backend(graph, _):
+        (call,) = (node for node in graph.graph.nodes if "attention" in str(node.target))
+
+        def run(*args):
+            seen.append(call.kwargs.get("backend"))
+            return graph(*args)
+
+        return run
+
+    call = torch.compile(fa_ops.attention, backend=backend, fullgraph=True)
+    inputs = qkv()
+    call(*inputs)
+    with fa_ops.use_backend("reference"):
+        call(*inputs)
+        in_thread(call, *inputs)
+        with fa_ops.use_backend("cpu"):
+            call(*inputs)
+    call(*inputs)
+    fa_ops.set_backend("reference")
+    call(*inputs)
+    in_thread(call, *inputs)
+    fa_ops.set_backend(None)
+    call(*inputs)
+    assert seen == [None, "reference", None, "cpu", None, "reference", "reference", None]
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
+def test_blocks_inside_compiled_code(monkeypatch, breaks):
+    def inner(q, k, v):
+        out = fa_ops.attention(q, k, v)
+        with fa_ops.use_backend("cpu"), fa_ops.use_backend("reference"):
+            if breaks:
+                torch._dynamo.graph_break()
+            out = out + fa_ops.attention(q, k, v)
+        return out + fa_ops.attention(q, k, v)
+
+    planned = backends_of(monkeypatch)
+    inputs = qkv()
+    torch.compile(inner, backend="eager", fullgraph=not breaks)(*inputs)
+    assert planned == ["auto", "reference"]  # the third call is like the first
+    assert dispatch.chosen() is in_thread(dispatch.chosen) is None
+
+
+@pytest.mark.parametrize("call", [fa_ops.attention, torch.ops.fa.attention])
+def test_backward_runs_on_the_backend_of_its_call_in_any_thread(monkeypatch, call):
+    """Autograd has threads of its own for each GPU."""
+    q, k, v = qkv(requires_grad=True)
+    with fa_ops.use_backend("reference"):
+        out = call(q, k, v)
+        planned = backends_of(monkeypatch)
+        in_thread(out.sum().backward)
+    assert planned == ["reference"]

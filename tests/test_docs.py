@@ -39,7 +39,7 @@ def test_examples_run(page, request, monkeypatch):
 
 FUNCTIONS = (
     fa_ops.attention, fa_ops.attention_varlen, fa_ops.attention_with_kv_cache, fa_ops.use_backend,
-    fa_ops.quantized_attention, fa_ops.explain,
+    fa_ops.set_backend, fa_ops.quantized_attention, fa_ops.explain,
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ PLANS = (
     "fa_ops.dispatch",
     "fa_ops.call",
     "fa_ops.geometry",
+    "fa_ops.tracing",
     "fa_ops.types",
 )
 # What the public functions make calls of and run them by.
@@ -40,10 +41,11 @@ TOP = {
         "fa_ops.quantized",
         "fa_ops.types",
     ),
+    "fa_ops.tracing": (),
     "fa_ops.types": (),
     "fa_ops.geometry": ("fa_ops.types",),
     "fa_ops.call": ("fa_ops.types",),
-    "fa_ops.dispatch": ("fa_ops.call", "fa_ops.types"),
+    "fa_ops.dispatch": ("fa_ops.call", "fa_ops.tracing", "fa_ops.types"),
     "fa_ops.checks": ("fa_ops.dispatch", "fa_ops.call", "fa_ops.types"),
     "fa_ops.quantized_checks": (
         "fa_ops.cache_checks",
@@ -63,7 +65,12 @@ TOP = {
     "fa_ops.empty_calls": ("fa_ops.checks", "fa_ops.call", "fa_ops.types"),
     "fa_ops.planning": PLANS[1:],
     "fa_ops.ops": ("fa_ops.ops", *PLANS),
-    "fa_ops.argument_types": ("fa_ops.dispatch", "fa_ops.call", "fa_ops.types"),
+    "fa_ops.argument_types": (
+        "fa_ops.dispatch",
+        "fa_ops.call",
+        "fa_ops.tracing",
+        "fa_ops.types",
+    ),
     "fa_ops.eager_calls": CALLS,
     "fa_ops.api": ("fa_ops.eager_calls", *CALLS),
     "fa_ops.kv_cache": CALLS,
@@ -104,6 +111,7 @@ TOP = {
         "fa_ops.kv_cache",
         "fa_ops.ops",
         "fa_ops.overlap",
+        "fa_ops.tracing",
         "fa_ops.types",
         "fa_ops.varlen",
         "fa_ops.backends.dropout",
@@ -159,6 +167,7 @@ PUBLIC = (
     "fa_ops.dispatch",
     "fa_ops.distributed",
     "fa_ops.testing",
+    "fa_ops.tracing",
     "fa_ops.types",
 )
 
@@ -288,3 +297,44 @@ def test_heavy_packages_are_imported_only_where_they_are_needed(heavy):
         if not within(module, (*allowed, *COMMANDS)):
             top = {name.split(".")[0] for name in top_level_imports(tree)}
             assert heavy not in top, f"{module} imports {heavy} at its top"
+
+
+# What of torch, or of transformers, says how code runs; much of it for the whole process at once.
+STATE = {
+    "_are_functorch_transforms_active", "_dispatch_tls_is_dispatch_key_included",
+    "_get_dispatch_mode", "_is_compiling_flag", "_is_exporting_flag", "_is_tracing",
+    "_len_torch_dispatch_stack", "_len_torch_function_stack", "get_proxy_mode",
+    "is_batchedtensor", "is_compiling", "is_current_stream_capturing", "is_cuda_stream_capturing",
+    "is_dynamo_compiling", "is_exporting", "is_fake_tensor", "is_fx_symbolic_tracing",
+    "is_fx_tracing", "is_functorch_wrapped_tensor", "is_in_onnx_export", "is_jit_tracing",
+    "is_torch_fx_proxy", "is_torchdynamo_compiling", "is_torchdynamo_exporting", "is_tracing",
+}  # fmt: skip
+
+
+def questions(tree: ast.AST) -> set[str]:
+    """Which of these a module asks of others than `fa_ops.tracing`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") != "tracing":
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module != "fa_ops.tracing":
+            found |= {alias.name for alias in node.names}
+    return found & STATE
+
+
+@pytest.mark.parametrize("module, tree", MODULES, ids=lambda x: x if isinstance(x, str) else "")
+def test_one_module_asks_torch_how_code_runs(module, tree):
+    """Answers for the whole process would take checks from a thread while another compiles."""
+    if module != "fa_ops.tracing":
+        assert not questions(tree), "ask fa_ops.tracing"
+
+
+def test_questions_to_torch_are_found():
+    asked = """
+import torch
+from torch.compiler import is_compiling
+from fa_ops.tracing import is_capturing
+tracing.is_compiling() or torch.cuda.is_current_stream_capturing()
+"""
+    assert questions(ast.parse(asked)) == {"is_compiling", "is_current_stream_capturing"}
+    assert questions(dict(MODULES)["fa_ops.tracing"])

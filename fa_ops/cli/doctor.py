@@ -89,7 +89,7 @@ def devices() -> list[tuple[str, str]]:
 
 def backends() -> list[tuple[str, str]]:
     """Each backend with the reason why it is not available, and the default one."""
-    chosen = dispatch.default or "auto"
+    chosen = dispatch.chosen() or "auto"
     rows = [(name, reason or "available") for name, reason in dispatch.backends()]
     origin = "from FA_OPS_BACKEND" if os.environ.get("FA_OPS_BACKEND") else "the default"
     try:

@@ -136,7 +136,7 @@ def _alike(
     sides = options.window if isinstance(options.window, tuple) else ()
     plain = options._replace(alibi_slopes=None, sinks=None, kv_lens=None, cu_seqlens=None)
     key = (
-        *geometry, *values, plain, *map(type, (*plain, *sides)), dispatch.default,
+        *geometry, *values, plain, *map(type, (*plain, *sides)), dispatch.chosen(),
         torch.is_grad_enabled(),
         *((group.rank, group.size) for group in groups),
     )  # fmt: skip
@@ -252,7 +252,7 @@ def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Options
         torch.ops.fa.attention_varlen(*packed, ends, ends, is_causal=options.is_causal, **on_meta)
     leaves = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
     records = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
-    if records and (options.backend or dispatch.default) == "reference":
+    if records and (options.backend or dispatch.chosen()) == "reference":
         raise NotImplementedError(
             "the reference backend has no gradients of ring attention or of the other schemes, got "
             "inputs that require grad"

@@ -20,6 +20,7 @@ from fa_ops.distributed.exchange import Exchange
 from fa_ops.distributed.layout import Members, SequenceLayout
 from fa_ops.distributed.peer_exchange import PeerExchange
 from fa_ops.distributed.peer_protocol import PeerProtocol
+from fa_ops.tracing import is_capturing
 
 TRANSPORTS = ("auto", "peer", "nccl")
 
@@ -64,7 +65,7 @@ def _unsuitable(device: torch.device) -> str | None:
     """Why a call cannot read the memory of other processes, whatever the group is."""
     if device.type != "cuda":
         return f"memory on {device.type} is not shared"
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         return "a CUDA graph would replay the signals between processes with their old numbers"
     return None
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fa_ops import checks, planning
+from fa_ops import checks, planning, tracing
 from fa_ops.call import Call, Saved, Tensors
 from fa_ops.ops import library
 from fa_ops.planning import Prepared, Repeatable
@@ -74,8 +74,8 @@ def record(
     operators: Operators, keyset: torch.DispatchKeySet, call: Call, with_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the forward operator from inside its Autograd kernel and record its gradient."""
-    if library.is_device_kernel_next(keyset.raw_repr()) and not library.is_watched():
-        plan = planning.plan_of(call)
+    if library.is_device_kernel_next(keyset.raw_repr()) and not tracing.is_watched():
+        plan = planning.plan_of(planning.with_backend(call))
     else:
         options = call.without_tensors()
         run = partial(_redispatch, operators.forward, keyset, options)
@@ -114,7 +114,7 @@ class Attention(library.SingleLevelFunction):
         """Gradients by the backward plan, or by the operator where it must be seen."""
         q, k, v, out, lse, *others = ctx.saved_tensors
         given = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, q, k, v, out, lse
-        if torch.compiler.is_compiling() or not library.is_autocast_enabled():
+        if tracing.is_compiling() or not library.is_autocast_enabled():
             return _gradients(ctx.recording, ctx.needs_input_grad, given, others)
         with library.without_autocast():
             return _gradients(ctx.recording, ctx.needs_input_grad, given, others)
@@ -130,7 +130,7 @@ def _gradients(recording: Recording, needs: tuple, given: tuple, others: list) -
     # what ran the last backward pass of the plan, if this one differs in addresses alone
     if (
         last is not None
-        and not (torch.is_grad_enabled() or library.is_watched())
+        and not (torch.is_grad_enabled() or tracing.is_watched())
         and last.settings == planning.settings(given[2].dtype, mask_grad)
         and last.matches(*given, *others)
     ):

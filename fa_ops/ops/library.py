@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import itemgetter
@@ -16,6 +15,8 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.library import Library
 from torch.nested._internal.nested_tensor import NestedTensor
+
+from fa_ops.tracing import PLAIN, in_functorch, is_dispatched
 
 lib = Library("fa", "DEF")
 
@@ -84,7 +85,6 @@ for _name, _schema in SCHEMAS.items():
     lib.define(_name + _schema, tags=TAGS + _MORE_TAGS.get(_name, ()))
 
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
-in_functorch = torch._C._are_functorch_transforms_active
 # Excludes view tracking too: an output made by transposing a buffer is not a view to its user.
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
@@ -205,14 +205,6 @@ def run_vmap_randomly(draw: Callable[[int], Tensor]) -> Tensor:
 PROXY_MODULE = "torch.fx.experimental.proxy_tensor"
 
 
-def is_recorded() -> bool:
-    """Whether a compiler records operators in a graph, in place of running them."""
-    if torch.compiler.is_compiling():
-        return True
-    proxies = sys.modules.get(PROXY_MODULE)
-    return proxies is not None and proxies.get_proxy_mode() is not None
-
-
 def hide_from_policies(operator: OpOverload) -> None:
     """Keep selective checkpointing, which marks nodes too, from deciding about an operator."""
     from torch.utils import checkpoint
@@ -263,14 +255,6 @@ def route_of(*tensors: Tensor | None) -> Route:
     return Route.DISPATCH if is_dispatched() else route_by_tensors(*tensors)
 
 
-def is_dispatched() -> bool:
-    """Whether every call is given to the dispatcher now, whatever its tensors.
-
-    A call that is compiled is: its sizes may be symbolic, and plans are for eager calls.
-    """
-    return is_watched() or (in_functorch() or _dispatch_modes() or _is_traced())
-
-
 def route_by_tensors(*tensors: Tensor | None) -> Route:
     """`route_of` where nothing but the tensors may need the dispatcher.
 
@@ -281,7 +265,7 @@ def route_by_tensors(*tensors: Tensor | None) -> Route:
     for t in tensors:
         if t is None:
             continue
-        if type(t) not in _PLAIN or t.is_neg():
+        if type(t) not in PLAIN or t.is_neg():
             return Route.DISPATCH
         if recording and t.requires_grad:
             needs_grad = True
@@ -290,25 +274,9 @@ def route_by_tensors(*tensors: Tensor | None) -> Route:
     return Route.RECORD if needs_grad else Route.DIRECT
 
 
-def is_watched() -> bool:
-    """Whether something has to see every operator of which the dispatcher's keys do not tell."""
-    return (
-        torch.compiler.is_compiling()
-        or forward_ad._current_level >= 0
-        or _function_modes() > 0
-        or _is_profiler_enabled()
-    )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
 # Read on every eager call, where each dot in a name would be looked up again.
 _is_grad_enabled = torch.is_grad_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
 is_autocast_enabled = torch._C._is_any_autocast_enabled
-_is_profiler_enabled = torch.autograd._profiler_enabled
-_is_traced = torch._C._is_tracing
 
 
 def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
@@ -326,16 +294,6 @@ def is_strided(*tensors: Tensor | None) -> bool:
         ):
             return False
     return True
-
-
-def can_read(*tensors: Tensor) -> bool:
-    """Whether the host may read what the tensors hold, now and without waiting for a device.
-
-    Not under a dispatch mode, which may be tracing.
-    """
-    if torch.compiler.is_compiling() or in_functorch() or _dispatch_modes():
-        return False
-    return all(type(t) in _PLAIN and t.is_cpu for t in tensors)
 
 
 def have_same_dispatch_keys(a: Tensor, b: Tensor) -> bool:

@@ -15,7 +15,9 @@ from fa_ops.ops.library import Route
 from fa_ops.planning import Latest, Prepared
 from fa_ops.types import NO_TENSORS
 
-_is_grad_enabled = torch.is_grad_enabled  # read on every call
+# read on every call
+_is_grad_enabled = torch.is_grad_enabled
+_open_blocks = dispatch.open_blocks
 
 
 class Found(NamedTuple):
@@ -42,8 +44,9 @@ def find(
     if library.is_dispatched():
         return _WITHOUT_PLAN[Route.DISPATCH]
     given = (q, k, v) if tensors is NO_TENSORS else (q, k, v, *tensors)
+    backend = dispatch.chosen() if _open_blocks() else dispatch.default
     options = (
-        kind, len(given), _is_grad_enabled(), dispatch.default, scalars, tuple(map(type, scalars)),
+        kind, len(given), _is_grad_enabled(), backend, scalars, tuple(map(type, scalars)),
     )  # fmt: skip
     try:
         latest = planning.latest_calls.get(options)

@@ -15,7 +15,7 @@ MASK_BLOCKS = torch.ops.fa.mask_blocks.default
 def _mask_blocks(attn_mask: Tensor) -> Tensor:
     checks.attn_mask(attn_mask)
     mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    described = call.Call(call.MASK_BLOCKS, mask, mask, mask, backend=dispatch.default or "auto")
+    described = call.Call(call.MASK_BLOCKS, mask, mask, mask, backend=dispatch.chosen() or "auto")
     return planning.plan_for(described).prepare(described)(mask)
 
 

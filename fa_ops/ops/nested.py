@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa_ops import tracing
 from fa_ops.call import PACKED, Call
 from fa_ops.ops import autograd, axes, library, varlen
 from fa_ops.types import Packing, Spec
@@ -53,7 +54,7 @@ def _pack(call: dict) -> tuple[dict, Packing, Spec]:
 def _need_same_lengths(key: Tensor, value: Tensor) -> None:
     """Raise ValueError unless keys and values are as many; not read on a GPU, nor while tracing."""
     ends = key.offsets(), value.offsets()
-    if ends[0] is ends[1] or not library.can_read(*ends) or torch.equal(*ends):
+    if ends[0] is ends[1] or not tracing.can_read(*ends) or torch.equal(*ends):
         return
     of_key, of_value = (x.diff().tolist() for x in ends)
     raise ValueError(f"value must have the lengths of key, {of_key}, got {of_value}")

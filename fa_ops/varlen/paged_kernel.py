@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fa_ops import checks, dispatch, planning
+from fa_ops import checks, dispatch, planning, tracing
 from fa_ops.argument_types import checked_options, sides
 from fa_ops.call import PAGED, Call, PagedTensors
 from fa_ops.ops import library
@@ -72,7 +71,7 @@ def check_options(
     In a graph only for slopes: the operator that the graph calls checks all others.
     """
     tensors = tensors_of(cu_seqlens_q, kv_lens, page_table, options)
-    if not torch.compiler.is_compiling():
+    if not tracing.is_compiling():
         scalars = _scalars(options, options.get("backend"))
         call = _described(query, key, value, tensors, scalars)
         checks.options(query, call.spec, page_table.shape[0], query.shape[1])
@@ -122,7 +121,7 @@ def _may_run(
 ) -> bool:
     """Whether the caller leaves the choice of a backend open, or asks for that one, and nothing
     stands between the call and a kernel."""
-    name = options.get("backend") or dispatch.default or "auto"
+    name = options.get("backend") or dispatch.chosen() or "auto"
     return (
         query.is_cuda
         and name in ("auto", BACKEND)

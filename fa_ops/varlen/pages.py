@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from fa_ops import cache_checks, checks, dispatch
+from fa_ops import cache_checks, checks, dispatch, tracing
 from fa_ops.argument_types import is_proxy, need_bool, need_int, need_tensor, probability
 from fa_ops.call import CacheTensors
 from fa_ops.kv_cache import attention_with_kv_cache
-from fa_ops.ops import library
 from fa_ops.varlen import paged_kernel, query_tiles
 
 MAX_KEYS = 2**31 - 1  # of all sequences: cu_seqlens are int32
@@ -91,7 +89,7 @@ def _lengths(query: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> Tensor:
     if cu_seqlens_k.shape != (size,):
         found = tuple(cu_seqlens_k.shape)
         raise ValueError(f"cu_seqlens_k must have shape ({size},), got {found}")
-    if library.can_read(cu_seqlens_k):
+    if tracing.can_read(cu_seqlens_k):
         checks.cu_seqlens("cu_seqlens_k", cu_seqlens_k, MAX_KEYS)
     return cu_seqlens_k.diff()
 
@@ -142,7 +140,7 @@ def check(
     for name, cache in (("key", key), ("value", value)):
         need(cache.dim() == 4, "{} must have shape {} with page_table, got {}", name, layout,
              cache.shape)  # fmt: skip
-    is_traced = torch.compiler.is_compiling()  # whose messages must be constant: the operator's are
+    is_traced = tracing.is_compiling()  # whose messages must be constant: the operator's are
     if not is_traced:
         cache_checks.pages(query, key, value, ("key", "value"))
     need(page_table.dim() == 2, "page_table must have shape (B, max_pages), got {}",
@@ -157,7 +155,7 @@ def check(
     for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest):
         if most is not None and most < 0:
             raise ValueError(f"{name} must not be negative, got {most}")
-    if library.can_read(cu_seqlens_q, kv_lens, page_table):
+    if tracing.can_read(cu_seqlens_q, kv_lens, page_table):
         checks.cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0])
         checks.max_seqlen("max_seqlen_q", longest[0], cu_seqlens_q.diff(), "queries")
         checks.max_seqlen("max_seqlen_k", longest[1], kv_lens, "keys")

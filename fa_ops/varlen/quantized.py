@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import checks, dispatch, planning, quantized_checks
+from fa_ops import checks, dispatch, planning, quantized_checks, tracing
 from fa_ops.argument_types import (
     Window,
     checked_options,
@@ -54,7 +54,7 @@ def scaled_attention(
             return plan.run(query, key, value, tensors)
     call = described(query, key, value, tensors, scalars)
     planning.check(call)
-    if library.can_read(query):
+    if tracing.can_read(query):
         quantized_checks.values(query, key, value, tensors, longest)
     return _attend_rows(call)
 
@@ -106,7 +106,7 @@ def _may_run(
     table = tensors.page_table
     return (
         query.is_cuda
-        and (backend or dispatch.default or "auto") in ("auto", BACKEND)
+        and (backend or dispatch.chosen() or "auto") in ("auto", BACKEND)
         and min(query.numel(), key.numel(), value.numel()) > 0
         and (table is None or table.numel() > 0)
     )
@@ -189,7 +189,7 @@ def _with_unused_key(call: Call) -> Call:
 
 def _longest(ends: Tensor, most: int | None, tokens: int) -> int:
     """An upper bound on the lengths of sequences; the exact one where nothing is waited for."""
-    if most is None and library.can_read(ends):
+    if most is None and tracing.can_read(ends):
         return int(ends.diff().max()) if len(ends) > 1 else 0
     return _smaller(most, tokens)
 

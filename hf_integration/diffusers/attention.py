@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 import fa_ops
+from fa_ops.tracing import is_compiling
 from hf_integration.diffusers import key_masks, parallel
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def fa_ops_8bit_attention(
         )
     seen_key, seen_value, options = with_mask(query, key, value, attn_mask, is_causal)
     if "attn_mask" in options:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             _logger.warning_once(
                 "a mask that is not known to be one run of keys: such calls of 'fa_ops_8bit' have "
                 "16-bit products."

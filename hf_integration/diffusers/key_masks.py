@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from fa_ops.tracing import is_compiling
 from hf_integration.readable import is_readable, reads_are_free
 
 # How often each encoding was made (not while tracing).
@@ -33,7 +34,7 @@ def arguments(mask: Tensor | None, key: Tensor) -> dict[str, Tensor]:
         return _counted("dense", attn_mask=mask)
     kept = mask[:, 0, 0].expand(*key.shape[:2])
     ends = (kept * torch.arange(1, kept.shape[1] + 1, device=mask.device)).amax(1).int()
-    if torch.compiler.is_compiling() or not (reads_are_free(mask.device) and is_readable(mask)):
+    if is_compiling() or not (reads_are_free(mask.device) and is_readable(mask)):
         return _counted("keys", attn_mask=mask, kv_lens=ends)
     starts = kept.int().argmax(1).int()
     if not torch.equal(ends - starts, kept.sum(1)):
@@ -44,6 +45,6 @@ def arguments(mask: Tensor | None, key: Tensor) -> dict[str, Tensor]:
 
 
 def _counted(encoding: str, **found: Tensor) -> dict[str, Tensor]:
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         counts[encoding] += 1
     return found

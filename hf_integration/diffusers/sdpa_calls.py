@@ -16,6 +16,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from fa_ops.tracing import is_compiling
 from fa_ops.types import MAX_HEAD_DIM, dtype_name
 from hf_integration.diffusers.attention import fa_ops_8bit_attention, fa_ops_attention
 from hf_integration.hooks import EIGHT_BIT, NAME
@@ -60,7 +61,7 @@ def _is_too_wide(query: Tensor, value: Tensor) -> bool:
     limit = _MAX_SINGLE_DIM if query.dtype == torch.float32 else MAX_HEAD_DIM
     if not query.is_cuda or widest <= limit:
         return False
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         _logger.warning_once(
             f"no fast GPU kernel of fa_ops has head dimension {widest} in "
             f"{dtype_name(query.dtype)}: such calls of scaled_dot_product_attention run in torch."

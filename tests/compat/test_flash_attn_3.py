@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fa_ops import tracing
 from fa_ops.compat import flash_attn_interface as compat
 from fa_ops.compat.flash.cache import caches_of
 from fa_ops.compat.flash_attn_3 import wide_values
-from fa_ops.ops import library
 from tests.compat.test_flash_attn import caches, draw, rows_of
 
 # of the module at the end of 2025
@@ -210,7 +210,7 @@ def test_rows_of_a_page_table_by_index():
 
 @torch.no_grad()
 def test_rows_that_a_page_table_lacks_hold_no_pages_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(library, "can_read", lambda *_: False)
+    monkeypatch.setattr(tracing, "can_read", lambda *_: False)
     k_cache, v_cache, table = caches(4)
     rows = torch.tensor([1, -1, 7], dtype=torch.int32)
     found = caches_of(3, k_cache, v_cache, "page_table", table, rows).table

@@ -168,7 +168,7 @@ def test_use_backend_around_and_inside_a_graph():
         assert calls == ["reference"]
         torch.compile(inside, backend="eager", fullgraph=True)(*args)
         assert calls == ["reference"] * 2
-    assert dispatch.default is None
+    assert dispatch.chosen() is None
 
 
 def test_compiled_autograd():

@@ -468,7 +468,7 @@ def test_the_global_switches_hold_in_the_backward_pass(monkeypatch):
     with fa_ops.use_backend("reference"):
         torch.testing.assert_close(take(), expected)
     assert len(specs) == 2
-    assert dispatch.default is None
+    assert dispatch.chosen() is None
 
 
 def test_bad_calls_are_refused_every_time():

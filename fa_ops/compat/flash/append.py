@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import checks, overlap
+from fa_ops import checks, overlap, tracing
 from fa_ops.checks import FP8
 from fa_ops.compat.flash.arguments import PACKED, has_shape, shape
 from fa_ops.compat.flash.cache import Caches
@@ -70,7 +70,7 @@ def check_new(q: Tensor, caches: Caches, k: Tensor, v: Tensor, ends: Tensor, len
     has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,))
     checks.integers(k, "cache_seqlens", lens)
     has_shape("cache_seqlens", lens, (len(caches.table),))
-    if not library.can_read(ends, lens, caches.table):
+    if not tracing.can_read(ends, lens, caches.table):
         return
     checks.cu_seqlens("cu_seqlens_k_new", ends, k.shape[0])
     size = caches.k.shape[1]

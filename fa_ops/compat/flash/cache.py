@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import checks
+from fa_ops import checks, tracing
 from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import (
     DENSE,
@@ -22,7 +22,6 @@ from fa_ops.compat.flash.arguments import (
 )
 from fa_ops.compat.flash.rotation import Rotation
 from fa_ops.kv_cache import attention_with_kv_cache
-from fa_ops.ops import library
 
 
 class Caches(NamedTuple):
@@ -81,7 +80,7 @@ def _rows_of(table: Tensor, name: str, batch_idx: Tensor) -> Tensor:
 
 def _check_rows(batch_idx: Tensor, name: str, rows: int) -> None:
     """Raise ValueError for rows that a tensor does not have, on the CPU."""
-    if library.can_read(batch_idx) and len(batch_idx):
+    if tracing.can_read(batch_idx) and len(batch_idx):
         low, high = int(batch_idx.min()), int(batch_idx.max())
         if low < 0 or high >= rows:
             wrong = low if low < 0 else high

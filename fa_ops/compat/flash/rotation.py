@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import cache_checks
+from fa_ops import cache_checks, tracing
 from fa_ops.backends import rotary
-from fa_ops.ops import library
 
 
 class Rotation(NamedTuple):
@@ -48,7 +47,7 @@ class Rotation(NamedTuple):
         return self._rotated(x[None], positions[None])[0]
 
     def _check(self, offsets: Tensor, steps: int) -> None:
-        if library.can_read(offsets) and len(offsets):
+        if tracing.can_read(offsets) and len(offsets):
             needed, found = int(offsets.max()) + steps, self.cos.shape[0]
             if needed > found:
                 raise ValueError(f"rotary_cos has {found} positions, but {needed} are needed")

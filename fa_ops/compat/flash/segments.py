@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import checks
+from fa_ops import checks, tracing
 from fa_ops.compat.flash.arguments import check_list, has_shape
-from fa_ops.ops import library
 from fa_ops.types import Packing
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # first query, queries, first key, keys of each
@@ -27,7 +26,7 @@ def packing_of(
         for first, n in ((first_q, queries), (first_k, keys))
     )
     kv_lens = torch.stack((keys, torch.zeros_like(keys)), -1).flatten()[:-1].int()
-    if longest_q is not None and len(kv_lens) and library.can_read(ends_q):
+    if longest_q is not None and len(kv_lens) and tracing.can_read(ends_q):
         longest_q = max(longest_q, int(ends_q.diff().max()))  # also of what lies between
     return Packing(ends_q, ends_k, longest_q, longest_k), kv_lens
 
@@ -40,7 +39,7 @@ def check(packing: Packing, tokens: tuple[int, int]) -> None:
     for name, ends, most in zip(packing._fields, packing[:2], tokens):
         check_list(name, ends)
         has_shape(name, ends, (len(packing.cu_seqlens_q),))
-        if library.can_read(ends):
+        if tracing.can_read(ends):
             checks.cu_seqlens(name, ends, most)
 
 
@@ -48,7 +47,7 @@ def check_longest(name: str, longest: int | None, lens: Tensor) -> None:
     """Raise ValueError for an upper bound that is negative or, on the CPU, below a length."""
     if longest is not None and longest < 0:
         raise ValueError(f"{name} must not be negative, got {longest}")
-    if library.can_read(lens):
+    if tracing.can_read(lens):
         checks.max_seqlen(name, longest, lens, "queries" if name.endswith("q") else "keys")
 
 

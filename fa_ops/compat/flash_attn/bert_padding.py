@@ -7,10 +7,9 @@ import importlib
 import torch
 from torch import Tensor
 
-from fa_ops import checks
+from fa_ops import checks, tracing
 from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import count, has_shape
-from fa_ops.ops import library
 from fa_ops.types import dtype_name
 
 
@@ -114,7 +113,7 @@ def _need_rows(name: str, x: Tensor, indices: Tensor) -> None:
 
 def _need_within(name: str, rows: int, indices: Tensor) -> None:
     """Raise ValueError for rows that do not exist, where the host may read the indices."""
-    if indices.numel() and library.can_read(indices):
+    if indices.numel() and tracing.can_read(indices):
         lowest, highest = (int(x) for x in indices.aminmax())
         if lowest < 0 or highest >= rows:
             wrong = lowest if lowest < 0 else highest

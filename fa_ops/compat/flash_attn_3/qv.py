@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import checks
+from fa_ops import checks, tracing
 from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash import segments
 from fa_ops.compat.flash.arguments import has_shape, unit_stride
@@ -45,7 +45,7 @@ def joined(k: Tensor, v: Tensor) -> Tensor:
     checks.same_device(v, "k", k, "v")
     checks.need(k.dtype == v.dtype, "k must have v's dtype {}, got {}", v.dtype, k.dtype,
                 error=TypeError)  # fmt: skip
-    if not torch.compiler.is_compiling() and k.stride() == v.stride() and k.stride(-1) == 1:
+    if not tracing.is_compiling() and k.stride() == v.stride() and k.stride(-1) == 1:
         behind = k.storage_offset() - v.storage_offset() == Dv
         if behind and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr():
             return v.as_strided((*v.shape[:-1], Dv + D), v.stride(), v.storage_offset())
