@@ -114,7 +114,8 @@ class Attention(library.SingleLevelFunction):
         """Gradients by the backward plan, or by the operator where it must be seen."""
         q, k, v, out, lse, *others = ctx.saved_tensors
         given = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, q, k, v, out, lse
-        if tracing.is_compiling() or not library.is_autocast_enabled():
+        traced = tracing.is_traced_by_dynamo()  # which cannot trace the question that follows
+        if traced or not library.is_autocast_enabled() or tracing.is_compiling():
             return _gradients(ctx.recording, ctx.needs_input_grad, given, others)
         with library.without_autocast():
             return _gradients(ctx.recording, ctx.needs_input_grad, given, others)
