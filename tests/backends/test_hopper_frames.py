@@ -149,10 +149,10 @@ def test_a_repeated_backward_pass_enters_few_functions(autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             frames = counted(partial(out.backward, torch.zeros_like(out)))
     limit = 15 if autocast else 13  # a single launch
-    assert 10 < frames.count <= limit and len(frames.files) <= 5, frames.entered
+    assert 10 < frames.count <= limit and len(frames.files) <= 6, frames.entered
 
 
 def test_a_first_forward_enters_few_functions():
     call, limit = CALLS["forward"]
     frames = counted(call)
-    assert limit < frames.count <= 105 and len(frames.files) <= 18, frames.entered
+    assert limit < frames.count <= 105 and len(frames.files) <= 19, frames.entered
