@@ -90,11 +90,11 @@ def _dtypes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> 
 def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
     B, Hq, _, D = q.shape
     if cache.page_table is None:
-        (Bk, Hkv, S, Dk), (Bv, Hv, Sv, Dv) = k.shape, v.shape
+        (Bk, Hkv, S, Dk), (Bv, Hv, Sv, _) = k.shape, v.shape
         need(Bk == B, "key_cache has batch size {}, but query's is {}", Bk, B)
         need(Bv == B, "value_cache has batch size {}, but query's is {}", Bv, B)
         need(Sv == S, "value_cache has length {}, but key_cache's is {}", Sv, S)
-        checks.heads(Hq, Hkv, Hv, D, Dk, Dv, *NAMES)
+        checks.heads(Hq, Hkv, Hv, D, Dk, *NAMES)
         return
     table = cache.page_table
     checks.integers(q, "page_table", table)
@@ -106,11 +106,11 @@ def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
 
 def _page_shapes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str]) -> None:
     """Check the shapes of query (B, Hq, Sq, D) or (T, Hq, D), and of pages."""
-    (pages, size, Hkv, Dk), (pages_v, size_v, Hv, Dv), (key, value) = k.shape, v.shape, names
+    (pages, size, Hkv, Dk), (pages_v, size_v, Hv, _), (key, value) = k.shape, v.shape, names
     need(pages_v == pages, "{} has {} pages, but {} has {}", value, pages_v, key, pages)
     need(size_v == size, "{} has pages of {} keys, but {} of {}", value, size_v, key, size)
     need(size >= 1, "a page of {} must hold at least one key, got shape {}", key, k.shape)
-    checks.heads(q.shape[1], Hkv, Hv, q.shape[-1], Dk, Dv, *names)
+    checks.heads(q.shape[1], Hkv, Hv, q.shape[-1], Dk, *names)
 
 
 def _new(q: Tensor, v: Tensor, cache: Cache, B, Hkv) -> None:

@@ -57,11 +57,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> No
         _inputs(q, k, v, 4, "(B, H, S, D)")
         B, Hq, _, D = q.shape
         Bk, Hkv, Sk, Dk = k.shape
-        Bv, Hv, Sv, Dv = v.shape
+        Bv, Hv, Sv, _ = v.shape
         need(Bk == B, "key has batch size {}, but query's is {}", Bk, B)
         need(Bv == B, "value has batch size {}, but query's is {}", Bv, B)
         need(Sv == Sk, "value has length {}, but key's is {}", Sv, Sk)
-        heads(Hq, Hkv, Hv, D, Dk, Dv)
+        heads(Hq, Hkv, Hv, D, Dk)
         if real:
             contiguous_rows(query=q, key=k, value=v)
     if _is_plain(spec):
@@ -79,12 +79,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> No
 def _obviously_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True only where all of `dense`'s rules about q, k and v hold, found in 2 us instead of 5."""
     try:
-        (B, Hq, _, D), (Bk, Hkv, Sk, Dk), (Bv, Hv, Sv, Dv) = q.shape, k.shape, v.shape
+        (B, Hq, _, D), (Bk, Hkv, Sk, Dk), (Bv, Hv, Sv, _) = q.shape, k.shape, v.shape
     except (ValueError, AttributeError):  # another number of dimensions, or None
         return False
     return (
         (Bk == B == Bv and Hv == Hkv and Sv == Sk and Dk == D)
-        and (Hkv > 0 and Hq > 0 and D > 0 and Dv > 0 and Hq % Hkv == 0)
+        and (Hkv > 0 and Hq > 0 and Hq % Hkv == 0)
         and (q.dtype is k.dtype and q.dtype is v.dtype and q.dtype in _USUAL_DTYPES)
         and (q.device == k.device and q.device == v.device)
         and (q.stride()[3] == 1 and k.stride()[3] == 1 and v.stride()[3] == 1)
@@ -98,9 +98,9 @@ def packed(
     _inputs(q, k, v, 3, "(T, H, D)")
     _, Hq, D = q.shape
     Tk, Hkv, Dk = k.shape
-    Tv, Hv, Dv = v.shape
+    Tv, Hv, _ = v.shape
     need(Tv == Tk, "value has {} tokens, but key has {}", Tv, Tk)
-    heads(Hq, Hkv, Hv, D, Dk, Dv)
+    heads(Hq, Hkv, Hv, D, Dk)
     if real:
         contiguous_rows(query=q, key=k, value=v)
     cu_q, cu_k, max_q, max_k = packing
@@ -266,15 +266,13 @@ def _refuse_dtype(q: Tensor) -> None:
     need(False, "query must be {}, got {}", _NAMES, q.dtype, error=TypeError)
 
 
-def heads(Hq, Hkv, Hv, D, Dk, Dv, key: str = "key", value: str = "value") -> None:
+def heads(Hq, Hkv, Hv, D, Dk, key: str = "key", value: str = "value") -> None:
     """Raise ValueError unless numbers of heads and head dimensions fit each other."""
     need(Dk == D, "{} has head dimension {}, but query's is {}", key, Dk, D)
     need(Hv == Hkv, "{} has {} heads, but {} has {}", value, Hv, key, Hkv)
     need(Hkv >= 1, "{} has no heads", key)
     message = "{} has {} heads, which does not divide query's {}"
     need(Hq % Hkv == 0 and Hq >= 1, message, key, Hkv, Hq)
-    need(D >= 1, "query's head dimension must be at least 1")
-    need(Dv >= 1, "{}'s head dimension must be at least 1", value)
 
 
 def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:

@@ -1,11 +1,23 @@
-"""Outputs before they are computed, and calls with nothing to compute."""
+"""Outputs before they are computed, and calls with nothing to compute, or without features."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fa_ops.call import MASK_BLOCKS, MERGE, MERGE_INTO, PACKED, Call, Plan, general
+from fa_ops.call import (
+    MASK_BLOCKS,
+    MERGE,
+    MERGE_INTO,
+    PACKED,
+    CacheTensors,
+    Call,
+    Plan,
+    QuantizedTensors,
+    Run,
+    Tensors,
+    general,
+)
 from fa_ops.checks import FP8, lse_dtype
 from fa_ops.types import Cache, Gradients, Packing, Quantization, Spec, mask_blocks_shape
 
@@ -96,3 +108,65 @@ def _packed_gradients(
         if grad_lse is not None:
             dsinks += (grad_lse * _in_a_sequence(q, packing)).sum(1).to(dsinks)
     return Gradients(*(torch.zeros_like(t) for t in (q, k, v)), None, dsinks)
+
+
+_FEATURES = 16  # in place of none at all, neither of keys nor of values
+
+
+def needs_features(call: Call) -> bool:
+    """Whether the head dimension of query and key, or of value, is 0."""
+    return 0 in (call.query.shape[-1], call.value.shape[-1])
+
+
+def with_features(call: Call) -> Call:
+    """The call with zeros for the features that it lacks, so that every kernel can run it.
+
+    They change no product. The head dimensions become equal, which backends support best.
+    """
+    q, k, v, tensors = _padded(call.query, call.key, call.value, call.tensors)
+    call, saved = call.with_tensors(tensors)._replace(query=q, key=k, value=v), call.saved
+    if saved is not None and not saved.out.shape[-1]:
+        zeros = _wide(saved.out, v.shape[-1])
+        call = call._replace(saved=saved._replace(grad_out=zeros, out=zeros))
+    return call
+
+
+def adding_features(run: Run, call: Call) -> Run:
+    """What runs a call, given what runs the call `with_features`."""
+    outputs = packed_outputs if call.query.dim() == 3 else dense_outputs
+
+    def forward(q, k, v, tensors, with_lse=True):
+        *padded, tensors = _padded(q, k, v, tensors)
+        out, lse = run(*padded, tensors, with_lse)
+        return out if v.shape[-1] else outputs(q, v)[0], lse
+
+    def backward(grad_out, grad_lse, q, k, v, out, lse, tensors):
+        *padded, tensors = _padded(q, k, v, tensors)
+        if not v.shape[-1]:
+            grad_out = out = _wide(out, padded[2].shape[-1])
+        of_q, of_k, of_v, *others = run(grad_out, grad_lse, *padded, out, lse, tensors)
+        if not q.shape[-1]:
+            of_q, of_k = torch.empty_like(q), torch.empty_like(k)
+        return Gradients(of_q, of_k, of_v if v.shape[-1] else torch.empty_like(v), *others)
+
+    return forward if call.saved is None else backward
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, tensors: Tensors
+) -> tuple[Tensor, Tensor, Tensor, Tensors]:
+    D, Dv = q.shape[-1], v.shape[-1]
+    width = D or Dv or _FEATURES
+    if isinstance(tensors, CacheTensors) and tensors.key is not None:
+        new = _wide(tensors.key, width), _wide(tensors.value, width)
+        tensors = tensors._replace(key=new[0], value=new[1])
+    elif isinstance(tensors, QuantizedTensors) and not Dv:
+        scale = tensors.v_scale
+        if scale is not None and scale.dim() == 3:  # one for each channel
+            tensors = tensors._replace(v_scale=scale.new_ones(*scale.shape[:2], width))
+    return _wide(q, width), _wide(k, width), _wide(v, width), tensors
+
+
+def _wide(t: Tensor, width: int) -> Tensor:
+    """The tensor, or zeros with that many features in place of none."""
+    return t if t.shape[-1] else t.new_zeros((*t.shape[:-1], width))

@@ -333,7 +333,7 @@ def normalised(call: Call) -> Call:
     """The call as backends see it.
 
     Small tensors are contiguous, as kernels index them flat. A window that excludes no key is -1.
-    New keys without tokens are None.
+    New keys without tokens are None. Head dimensions of 0 are padded.
     """
     return _normalised(call, _normalising_step(call.tensors))
 
@@ -345,7 +345,8 @@ def _normalised(call: Call, step: Callable[[Tensors], Tensors] | None) -> Call:
     if spec.window_left >= 0 or spec.window_right >= 0:
         left, right = bounded(spec.window_left), bounded(spec.window_right)
         spec = spec._replace(window_left=left, window_right=right)
-    return call._replace(spec=spec, backend=spec.backend or dispatch.chosen() or "auto")
+    call = call._replace(spec=spec, backend=spec.backend or dispatch.chosen() or "auto")
+    return empty_calls.with_features(call) if empty_calls.needs_features(call) else call
 
 
 def _normalising_step(tensors: Tensors) -> Callable[[Tensors], Tensors] | None:
@@ -359,7 +360,7 @@ def _normalising_step(tensors: Tensors) -> Callable[[Tensors], Tensors] | None:
         if name not in ("key", "value"):
             if not t.is_contiguous():
                 steps[name] = Tensor.contiguous
-        elif not t.numel():
+        elif 0 in t.shape[:3]:  # a head dimension of 0 is padded
             steps[name] = _absent
     if not steps:
         return None
@@ -372,6 +373,8 @@ def _absent(t: Tensor) -> None:
 
 def _with_steps_before(run: Run, call: Call, step: Callable[[Tensors], Tensors] | None) -> Run:
     """`run` preceded by the steps that every call of this geometry needs."""
+    if empty_calls.needs_features(call):
+        run = empty_calls.adding_features(run, call)
     if step is not None:
         run = _after(step, run, call)
     if call.kind == CACHED and call.cache.key is not None:

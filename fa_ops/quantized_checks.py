@@ -30,11 +30,11 @@ def quantized(
     need(q.dtype == FP8 or q.dtype in DTYPES,
          "query must be float16, bfloat16, float32 or float8_e4m3fn, got {}", q.dtype,
          error=TypeError)  # fmt: skip
-    (B, Hq, Sq, D), (Bk, Hkv, Sk, Dk), (Bv, Hv, Sv, Dv) = q.shape, k.shape, v.shape
+    (B, Hq, Sq, D), (Bk, Hkv, Sk, Dk), (Bv, Hv, Sv, _) = q.shape, k.shape, v.shape
     need(Bk == B, "key has batch size {}, but query's is {}", Bk, B)
     need(Bv == B, "value has batch size {}, but query's is {}", Bv, B)
     need(Sv == Sk, "value has length {}, but key's is {}", Sv, Sk)
-    checks.heads(Hq, Hkv, Hv, D, Dk, Dv)
+    checks.heads(Hq, Hkv, Hv, D, Dk)
     _scales(q, k, v, quantization)
     dtype = quantization.qk_dtype
     need(dtype is None or dtype in QK_DTYPES, "qk_dtype must be int8 or float8_e4m3fn, got {}",
@@ -66,8 +66,8 @@ def packed(
              error=TypeError)  # fmt: skip
         need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
     need(v.shape[:-2] == k.shape[:-2], "value has shape {}, but key has {}", v.shape, k.shape)
-    (_, Hq, D), (*_, Hkv, Dk), (*_, Hv, Dv) = q.shape, k.shape, v.shape
-    checks.heads(Hq, Hkv, Hv, D, Dk, Dv)
+    (_, Hq, D), (*_, Hkv, Dk), (*_, Hv, _) = q.shape, k.shape, v.shape
+    checks.heads(Hq, Hkv, Hv, D, Dk)
     _borders(q, "cu_seqlens_q", cu_seqlens_q)
     B = cu_seqlens_q.shape[0] - 1
     if table is None:

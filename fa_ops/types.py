@@ -195,8 +195,8 @@ def mask_blocks_shape(mask: Tensor) -> tuple[int, int, int]:
 
 
 def default_scale(spec: Spec, head_dim: int) -> float:
-    """The factor on the products: the scale given, or 1 / sqrt(D)."""
-    return head_dim**-0.5 if spec.scale is None else spec.scale
+    """The factor on the products: the scale given, or 1 / sqrt(D); any, without features."""
+    return max(head_dim, 1) ** -0.5 if spec.scale is None else spec.scale
 
 
 def with_appended_lens(spec: Spec, cache: Cache) -> Spec:

@@ -80,14 +80,6 @@ DENSE = {
     "no query heads": Bad(
         {"query": rand(2, 0, 5, 8)}, V, "key has 2 heads, which does not divide query's 0"
     ),
-    "no head dimension": Bad(
-        {"query": rand(2, 4, 5, 0), "key": rand(2, 2, 7, 0)},
-        V,
-        "query's head dimension must be at least 1",
-    ),
-    "no value dimension": Bad(
-        {"value": rand(2, 2, 7, 0)}, V, "value's head dimension must be at least 1"
-    ),
     "strides of query": Bad(
         {"query": rand(2, 4, 8, 5).mT},
         V,
