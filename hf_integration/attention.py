@@ -205,7 +205,7 @@ def _family(
         return None
     visible = Sk if mask.visible_keys is None else mask.visible_keys
     return (
-        encoding, queries, B, Hkv, visible > 1, visible == Sk, value.shape[3],
+        encoding, queries, B, Hkv, visible > 1, visible == Sk, mask.kv_lens is None, value.shape[3],
         query.dtype, key.dtype, value.dtype, query.is_cuda,
         query.stride()[3], key.stride()[3], value.stride()[3], sinks is None or sinks.dim(),
         eight_bit,

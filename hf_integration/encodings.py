@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fa_ops.tracing import is_compiling
 from fa_ops.types import dtype_name
 from hf_integration.memo import PerTensorMemo
 
@@ -96,6 +97,9 @@ class CompactMask(Tensor):
         ranges   int32 (B or 1, 1, Sq or 1, 2)
         kept     bool (B or 1, n)
         dense    bool (B, 1, Sq, Sk)
+
+    `known_length` is the only number in `lengths`, if the host knows it: a call then needs no
+    lengths. It is no part of the encoding, so that no graph depends on it.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -105,7 +109,7 @@ class CompactMask(Tensor):
         return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=tensors[0].device)
 
     def __init__(self, encoding: Encoding, packing: PackingHint, shape, *tensors: Tensor):
-        self.encoding, self.packing = encoding, packing
+        self.encoding, self.packing, self.known_length = encoding, packing, None
         for name, tensor in zip(_codec(encoding).tensors, tensors, strict=True):
             setattr(self, name, tensor)
 
@@ -208,6 +212,14 @@ def lengths(shape, ends: Tensor) -> CompactMask:
     return CompactMask(Encoding.LENGTHS, PackingHint.NONE, shape, ends.contiguous())
 
 
+def known_length(shape, end: int, device: torch.device | str) -> CompactMask:
+    """A mask for one query that attends the first `end` keys in every row."""
+    ends = torch.full((shape[0],), end, dtype=torch.int32, device=device)
+    mask = CompactMask(Encoding.LENGTHS, PackingHint.NONE, shape, ends)
+    mask.known_length = end
+    return mask
+
+
 def ranges(
     shape, lo: Tensor, hi: Tensor, kept: Tensor | None = None, packing=PackingHint.NONE
 ) -> CompactMask:
@@ -288,6 +300,12 @@ def _causal(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
     return MaskArguments(mask.extent.shape[0], True, packing=mask.packing)
 
 
+def _lengths(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
+    if is_compiling() or mask.known_length is None:  # in this order: a graph reads no number
+        return MaskArguments(kv_lens=mask.lengths)
+    return MaskArguments(mask.known_length, True)
+
+
 def _ranges(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
     return MaskArguments(key_ranges=mask.ranges, packing=mask.packing)
 
@@ -295,7 +313,7 @@ def _ranges(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
 _CODECS = {
     Encoding.FULL: Codec(("extent",), lambda mask, layer: _NO_MASK),
     Encoding.CAUSAL: Codec(("extent",), _causal),
-    Encoding.LENGTHS: Codec(("lengths",), lambda mask, _: MaskArguments(kv_lens=mask.lengths)),
+    Encoding.LENGTHS: Codec(("lengths",), _lengths),
     Encoding.RANGES: Codec(("ranges",), _ranges),
     Encoding.KEYS: Codec(("kept",), lambda m, _: MaskArguments(attn_mask=m.kept[:, None, None])),
     Encoding.CAUSAL_KEYS: Codec(("kept",), _causal_keys),

@@ -133,6 +133,8 @@ def _compact(request: Request, compiling: bool) -> CompactMask:
         if padding.kept is not None and end <= padding.width:
             return encodings.causal_keys(request.shape, padding.kept[:, :end])
         if padding.keys is not None and end <= padding.keys:
+            if request.q_length == 1:  # each step has another length, all steps one graph
+                return encodings.known_length(request.shape, end, request.device)
             return encodings.causal(request.shape, end, request.device)
     if is_causal:
         found, _ = _bounds(request, parts, compiling)
