@@ -98,8 +98,8 @@ class CompactMask(Tensor):
         kept     bool (B or 1, n)
         dense    bool (B, 1, Sq, Sk)
 
-    `known_length` is the only number in `lengths`, if the host knows it: a call then needs no
-    lengths. It is no part of the encoding, so that no graph depends on it.
+    `end` is the number of keys that the only query may attend, if the host knows it: an eager call
+    slices the later ones off. It is no part of the encoding, so that no graph depends on it.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -109,7 +109,7 @@ class CompactMask(Tensor):
         return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=tensors[0].device)
 
     def __init__(self, encoding: Encoding, packing: PackingHint, shape, *tensors: Tensor):
-        self.encoding, self.packing, self.known_length = encoding, packing, None
+        self.encoding, self.packing, self.end = encoding, packing, None
         for name, tensor in zip(_codec(encoding).tensors, tensors, strict=True):
             setattr(self, name, tensor)
 
@@ -212,11 +212,17 @@ def lengths(shape, ends: Tensor) -> CompactMask:
     return CompactMask(Encoding.LENGTHS, PackingHint.NONE, shape, ends.contiguous())
 
 
-def known_length(shape, end: int, device: torch.device | str) -> CompactMask:
-    """A mask for one query that attends the first `end` keys in every row."""
-    ends = torch.full((shape[0],), end, dtype=torch.int32, device=device)
-    mask = CompactMask(Encoding.LENGTHS, PackingHint.NONE, shape, ends)
-    mask.known_length = end
+def step(shape, end: int, kept: Tensor | None, device: torch.device | str) -> CompactMask:
+    """A mask for one query that attends those of the first `end` keys that `kept` (B or 1, n) keeps.
+
+    The encoding has one shape for every `end`, so that all steps over a static cache are one graph.
+    """
+    if kept is None:
+        ends = torch.full((shape[0],), end, dtype=torch.int32, device=device)
+        mask = CompactMask(Encoding.LENGTHS, PackingHint.NONE, shape, ends)
+    else:
+        mask = keys(shape, F.pad(kept[:, :end], (0, shape[3] - end)))
+    mask.end = end
     return mask
 
 
@@ -300,10 +306,17 @@ def _causal(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
     return MaskArguments(mask.extent.shape[0], True, packing=mask.packing)
 
 
+# A graph that read the end of a mask, even to compare it with None, would be one for that end.
 def _lengths(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
-    if is_compiling() or mask.known_length is None:  # in this order: a graph reads no number
+    if is_compiling() or mask.end is None:
         return MaskArguments(kv_lens=mask.lengths)
-    return MaskArguments(mask.known_length, True)
+    return MaskArguments(mask.end, True)
+
+
+def _keys(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
+    if is_compiling() or mask.end is None:
+        return MaskArguments(attn_mask=mask.kept[:, None, None])
+    return MaskArguments(mask.end, attn_mask=mask.kept[:, None, None, : mask.end])
 
 
 def _ranges(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
@@ -315,7 +328,7 @@ _CODECS = {
     Encoding.CAUSAL: Codec(("extent",), _causal),
     Encoding.LENGTHS: Codec(("lengths",), _lengths),
     Encoding.RANGES: Codec(("ranges",), _ranges),
-    Encoding.KEYS: Codec(("kept",), lambda m, _: MaskArguments(attn_mask=m.kept[:, None, None])),
+    Encoding.KEYS: Codec(("kept",), _keys),
     Encoding.CAUSAL_KEYS: Codec(("kept",), _causal_keys),
     Encoding.RANGES_KEYS: Codec(("ranges", "kept"), _ranges_keys),
     Encoding.DENSE: Codec(("dense",), lambda mask, _: MaskArguments(attn_mask=mask.dense)),

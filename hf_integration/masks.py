@@ -130,11 +130,12 @@ def _compact(request: Request, compiling: bool) -> CompactMask:
         return encodings.full(request.shape, request.device)
     if is_causal and q_offset is not None:
         end = q_offset + request.q_length - request.kv_offset
-        if padding.kept is not None and end <= padding.width:
-            return encodings.causal_keys(request.shape, padding.kept[:, :end])
-        if padding.keys is not None and end <= padding.keys:
-            if request.q_length == 1:  # each step has another length, all steps one graph
-                return encodings.known_length(request.shape, end, request.device)
+        kept, keys = padding.kept, padding.keys
+        if end <= (padding.width if kept is not None else keys or 0):
+            if request.q_length == 1:
+                return encodings.step(request.shape, end, kept, request.device)
+            if kept is not None:
+                return encodings.causal_keys(request.shape, kept[:, :end])
             return encodings.causal(request.shape, end, request.device)
     if is_causal:
         found, _ = _bounds(request, parts, compiling)
