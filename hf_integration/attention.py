@@ -234,8 +234,7 @@ def _mask_arguments(
             return encodings.for_keys(mask, found, key.shape[2], module)
         is_row = found.attn_mask is not None and query.shape[2] == 1 and found.is_bool_row()
         if is_row and mask.is_cuda:
-            bounded = encodings.bounded(mask, query.dtype, module)
-            return bounded._replace(visible_keys=found.visible_keys)
+            return encodings.bounded(mask, query.dtype, module)
         return mask_blocks.with_mask_blocks(found, query.shape[2], module)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)

@@ -68,8 +68,9 @@ class MaskArguments(NamedTuple):
         return self._replace(kv_lens=None, key_ranges=ranges[:, None, None])
 
     def is_bool_row(self) -> bool:
-        """Whether `attn_mask` is a bool mask (B, 1, 1, Sk)."""
-        return self.attn_mask.dtype == torch.bool and tuple(self.attn_mask.shape[1:3]) == (1, 1)
+        """Whether `attn_mask` is a bool mask (B, 1, 1, Sk), with several keys."""
+        shape = tuple(self.attn_mask.shape[1:])
+        return self.attn_mask.dtype == torch.bool and shape[:2] == (1, 1) and shape[2] > 1
 
     def keep(self, Sq: int, Sk: int, device: torch.device) -> Tensor:
         """The mask without a float `attn_mask`, as bool broadcastable to (B, H, Sq, Sk)."""
@@ -360,7 +361,7 @@ def bounded(mask: Tensor, dtype: torch.dtype, layer: nn.Module) -> MaskArguments
     """
     row = mask.tensors()[0] if type(mask) is CompactMask else mask
     found = _bounded.get(row, layer, lambda: _bound(row.flatten(0, -2), dtype))
-    return found._replace(attn_mask=found.attn_mask.to(dtype))
+    return found._replace(visible_keys=row.shape[-1], attn_mask=found.attn_mask.to(dtype))
 
 
 def _bound(kept: Tensor, dtype: torch.dtype) -> MaskArguments:

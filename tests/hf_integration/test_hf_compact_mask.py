@@ -34,6 +34,14 @@ EXPECTED = {
         lambda: encodings.lengths((2, 1, 1, 6), torch.tensor([2, 5])),
         (torch.tensor([[2], [5]]) > J)[:, None, None],
     ),
+    "lengths of a step": (
+        lambda: encodings.step((2, 1, 1, 6), 4, None, "cpu"),
+        (J < 4).expand(2, 1, 1, 6),
+    ),
+    "keys of a step": (
+        lambda: encodings.step((2, 1, 1, 6), 4, KEPT, "cpu"),
+        (KEPT & (J < 4))[:, None, None],
+    ),
 }
 OPERATIONS = {
     "flip": lambda mask: mask.flip(-1),
@@ -52,7 +60,7 @@ OPERATIONS = {
 def test_every_operation_gives_that_of_the_bool_mask(name, operation):
     make, expected = EXPECTED[name]
     mask = make()
-    assert mask.encoding.value == name
+    assert mask.encoding.value == name.removesuffix(" of a step")
     assert (mask.shape, mask.dtype, mask.device) == (expected.shape, torch.bool, expected.device)
     assert torch.equal(OPERATIONS[operation](mask), OPERATIONS[operation](expected))
 
@@ -105,12 +113,12 @@ def test_attention_gives_that_of_the_bool_mask(name):
 WRITES = {
     "itself": lambda mask: mask.logical_not_(),
     "a view": lambda mask: mask[:, :, 1:3].fill_(True),
-    "an element": lambda mask: mask.__setitem__((0, 0, 2, 5), True),
+    "an element": lambda mask: mask.__setitem__((0, 0, -1, 5), True),
 }
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("name", [name for name in EXPECTED if name != "lengths"])
+@pytest.mark.parametrize("name", EXPECTED)
 def test_attention_sees_writes_to_a_mask(name, write):
     make, expected = EXPECTED[name]
     mask, expected = make(), expected.clone()

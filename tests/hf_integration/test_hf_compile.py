@@ -176,6 +176,33 @@ def test_decoding_with_a_static_cache_passes_lengths():
     assert set(graphs.masks()) == {"lengths"}
 
 
+@pytest.mark.parametrize(
+    "model_type, side", [("llama", None), ("llama", "right"), ("gemma3_text", None)]
+)
+def test_static_caches_of_several_sizes_make_no_more_graphs_than_sdpa(model_type, side):
+    """Layers are compiled, masks are made outside of them, as by generate()."""
+    counts, results = [], []
+    for name in ("sdpa", "fa_ops"):
+        model, found = build(model_type, num_hidden_layers=1 if model_type == "llama" else 2), []
+        switch(model, name)
+        torch._dynamo.reset()
+        graphs = Graphs()
+        for layer in model.model.layers:
+            layer.self_attn.compile(backend=graphs, fullgraph=True)
+        for size in (16, 20, 24):
+            cache = StaticCache(config=model.config, max_cache_len=size)
+            mask, ids = padding(side=side) if side else torch.ones_like(padding()), tokens()
+            for _ in range(5):
+                with torch.no_grad():
+                    out = model(ids, attention_mask=mask, past_key_values=cache).logits
+                found.append((len(graphs.calls), out))
+                mask, ids = torch.cat([mask, torch.ones_like(mask[:, :1])], 1), ids[:, :1]
+        counts.append([count for count, _ in found])
+        results.append([out for _, out in found])
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
+    assert all(ours <= sdpa for sdpa, ours in zip(*counts, strict=True)), counts
+
+
 def test_generate_with_a_compiled_forward_gives_the_same_tokens():
     model = build("llama")
     options = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, attention_mask=padding())

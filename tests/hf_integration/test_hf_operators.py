@@ -116,6 +116,10 @@ def calls():
         "causal over all": ((q, k, v, encodings.causal(SHAPE, 9, "cpu")), {}),
         "causal over some": ((q, k, v, encodings.causal(SHAPE, 6, "cpu")), {}),
         "causal over one": ((q, k, v, encodings.causal(SHAPE, 1, "cpu")), {}),
+        "a step over all": ((q, k, v, encodings.step(SHAPE, 9, None, "cpu")), {}),
+        "a step over some": ((q, k, v, encodings.step(SHAPE, 6, None, "cpu")), {}),
+        "a step over kept keys": ((q, k, v, encodings.step(SHAPE, 6, KEPT, "cpu")), {}),
+        "a bool mask of all keys": ((q, k, v, torch.tensor([[[[True]]], [[[False]]]])), {}),
         "kept causal keys": ((q, k, v, encodings.causal_keys(SHAPE, KEPT[:, :6])), {}),
         "kept keys in ranges": ((q, k, v, encodings.ranges(SHAPE, LO, HI, KEPT)), {}),
         "a bool mask": ((q, k, v, torch.ones(2, 1, 1, 9).bool()), {}),
@@ -193,6 +197,29 @@ def test_compiled_code_runs_the_general_path(remembered):
     out = compiled(q, k, v, LENS)
     assert remembered == {}
     torch.testing.assert_close(out, run(q, k, v, LENS))
+
+
+@pytest.mark.parametrize("kept", [None, KEPT], ids=["plain", "holes"])
+def test_a_step_of_a_known_length_reads_no_later_keys(kept, remembered, monkeypatch):
+    """In an eager call, also after one of another length; compiled, all lengths are one graph."""
+    seen, attend = [], fa_ops.attention
+    q, k, v = inputs()
+    forward(q, k, v, lengths() if kept is None else encodings.keys(SHAPE, KEPT))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            fa_ops, "attention", lambda *a, **k: seen.append(a[1].shape[2]) or attend(*a, **k)
+        )
+        outs = [forward(q, k, v, encodings.step(SHAPE, end, kept, "cpu")) for end in (9, 6, 8)]
+    assert seen == [9, 6, 8]
+    graphs = []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        forward, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True
+    )
+    for end, out in zip((9, 6, 8), outs, strict=True):
+        ours = compiled(q, k, v, encodings.step(SHAPE, end, kept, "cpu"))
+        torch.testing.assert_close(ours, out)
+    assert len(graphs) == 1
 
 
 def test_lengths_are_passed_without_a_copy(monkeypatch):
