@@ -214,7 +214,7 @@ def lengths(shape, ends: Tensor) -> CompactMask:
 
 
 def step(shape, end: int, kept: Tensor | None, device: torch.device | str) -> CompactMask:
-    """A mask for one query that attends those of the first `end` keys that `kept` (B or 1, n) keeps.
+    """A mask for one query over those of the first `end` keys that are True in `kept` (B or 1, n).
 
     The encoding has one shape for every `end`, so that all steps over a static cache are one graph.
     """
