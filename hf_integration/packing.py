@@ -3,7 +3,8 @@
 transformers' mask functions consider positions only if there is neither an attention mask nor a
 cache, and by default there is a cache. Its FlashAttention path always does for a single row, and so
 does this module: in causal self-attention over one row without earlier keys, a document begins at
-every token with the smallest position of the row, in every mode. Gaps and repeats begin none.
+every token with the smallest position of the kept ones, in every mode. Gaps, repeats and padding
+begin none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_integration import encodings, key_ranges
-from hf_integration.encodings import MaskArguments
+from hf_integration.encodings import MaskArguments, PackingHint
 from hf_integration.memo import PerTensorMemo
 from hf_integration.readable import is_readable
 
@@ -64,17 +65,20 @@ def _begins_document(positions: Tensor, kept: Tensor | None) -> Tensor:
     """Bool (S,), True where a document begins after another.
 
     `kept` (S,) is False for padding, at which positions are arbitrary, and which begins none. If
-    padding precedes the first kept token of a document, positions may count it or not.
+    padding precedes the first kept token of a document, positions may count it or not. They do if
+    they rise by ones from the smallest to that token's, which is no continuation of an only token.
     """
     i = torch.arange(positions.shape[0], device=positions.device)
     if kept is None:
         return (positions == positions.min()) & (i > 0)
     last = torch.where(kept, i, -1).cummax(0).values
     before = torch.cat([torch.full_like(last[:1], -1), last[:-1]])
-    above = positions - torch.where(kept, positions, positions.max()).min()
-    first = i - above  # the token with the smallest position, if positions count padding
-    counted = (first > before) & (positions.gather(0, first.clamp(min=0)) == positions - above)
-    return kept & (before >= 0) & counted
+    smallest = torch.where(kept, positions, positions.max()).min()
+    first = i - (positions - smallest)  # the token with the smallest position, if they count
+    rises = torch.cat([torch.zeros_like(kept[:1]), positions.diff() == 1])
+    counted = (first > before) & (torch.where(rises, 0, i).cummax(0).values <= first)
+    continues = (first == i - 1) & (positions[before.clamp(min=0)] == smallest)
+    return kept & (before >= 0) & counted & ~continues
 
 
 def length(longest: int | Tensor | None, layer: nn.Module) -> int | None:
@@ -103,37 +107,48 @@ def within_documents(
 
 
 def within_positions(
-    mask: MaskArguments, position_ids: Tensor, shape: tuple[int, int]
+    mask: MaskArguments, position_ids: Tensor, shape: tuple[int, int], is_whole: bool = False
 ) -> MaskArguments:
-    """The same for positions (1, S) that the host does not read, and a causal mask.
+    """The same for positions (1, S) that the host may not read, and a causal mask.
 
-    `shape` is (Sq, Sk). The last key of a query is its own, and its document begins as many keys
-    before it as queries.
+    `shape` is (Sq, Sk). A document begins as many keys before a query's own key as queries. That is
+    the key of its number if the keys `is_whole` are the tokens, and else the last one it attends.
     """
     (Sq, Sk), device = shape, position_ids.device
-    i = torch.arange(Sq, device=device)
-    if mask.key_ranges is None:
-        mask, end = mask._replace(is_causal=False), i + (Sk - Sq + 1)
-    else:
-        end = mask.key_ranges[0, 0, :, 1]
+    i, ranges = torch.arange(Sq, device=device), mask.key_ranges
+    end = i + (Sk - Sq + 1) if is_whole or ranges is None else ranges[0, 0, :, 1]
     begins = _begins_document(position_ids[0], _kept(mask, end))
     document = (begins & (end[0] <= 1)).cumsum(0)  # one document if there are earlier keys
-    first, _ = key_ranges.equal_range(document, document)
-    return _restricted(mask, torch.where(first > 0, end - (i + 1 - first), 0), end)
+    first, after = key_ranges.equal_range(document, document)
+    lo = torch.where(first > 0, end - (i + 1 - first), 0)
+    if ranges is None:
+        return _restricted(mask._replace(is_causal=False), lo, end)
+    return _restricted(mask, lo, end + (after - i - 1))
 
 
-def has_holes(mask: MaskArguments) -> bool:
+def hides_tokens(mask: MaskArguments) -> bool:
+    """Whether a mask of one row, other than documents alone, may hide whole tokens."""
+    has_ranges = mask.key_ranges is not None and mask.packing is not PackingHint.ONLY
+    return has_ranges or _has_holes(mask)
+
+
+def _has_holes(mask: MaskArguments) -> bool:
     """Whether the mask of one row hides keys other than by a range; always while tracing."""
     return mask.attn_mask is not None and tuple(mask.attn_mask.shape[:3]) == (1, 1, 1)
 
 
 def _kept(mask: MaskArguments, end: Tensor) -> Tensor | None:
     """Bool (Sq,), whether the own keys of queries, those before `end`, are kept; None: all."""
-    if not has_holes(mask):
-        return None
-    kept = mask.attn_mask[0, 0, 0]
-    kept = kept if kept.dtype == torch.bool else kept == 0
-    return kept.gather(0, (end - 1).clamp(0, kept.shape[0] - 1).long())
+    kept = None
+    if mask.key_ranges is not None:
+        lo, hi = mask.key_ranges[0, 0].unbind(-1)
+        kept = (lo < end) & (end <= hi)
+    if not _has_holes(mask):
+        return kept
+    row = mask.attn_mask[0, 0, 0]
+    row = row if row.dtype == torch.bool else row == 0
+    row = row.gather(0, (end - 1).clamp(0, row.shape[0] - 1).long())
+    return row if kept is None else row & kept
 
 
 def _restricted(mask: MaskArguments, lo: Tensor, hi: Tensor) -> MaskArguments:

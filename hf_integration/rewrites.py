@@ -108,10 +108,10 @@ def with_documents(layer: nn.Module, call: LayerCall) -> LayerCall:
             return call._replace(mask=packing.within_positions(mask, positions, (Sq, Sk)))
         if Sk != Sq:  # earlier keys
             return call
-        if packing.has_holes(mask):
+        if packing.hides_tokens(mask):
             if not packing.may_restart(positions, layer):
                 return call
-            return call._replace(mask=packing.within_positions(mask, positions, (Sq, Sk)))
+            return call._replace(mask=packing.within_positions(mask, positions, (Sq, Sk), True))
         documents = packing.documents(positions, layer, mask.packing is PackingHint.ONLY)
         if documents is None:
             return call

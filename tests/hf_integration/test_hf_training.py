@@ -193,17 +193,55 @@ def document_starts(row: list[int], kept: list[int] | None, at_gaps: bool) -> li
     return starts
 
 
+@pytest.mark.parametrize("fill", [0, 1])
+@pytest.mark.parametrize(
+    "kept, positions, lengths",
+    [
+        ([0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 2, 3, 1, 2, 3], [6, 3]),  # counted from 1
+        ([0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 2, 0, 1], [6, 2]),
+        ([0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3], [7]),
+        ([0, 1, 1, 1, 1, 0, 0], [1, 2, 1, 2], [3, 4]),
+        ([1, 0, 0, 0, 1, 1], [0, 1, 2], [6]),  # one token before the padding
+        ([1, 1, 0, 0, 0, 0, 1, 1], [0, 1, 2, 3], [8]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_padding_with_the_smallest_position_begins_no_document(
+    model_type, kept, positions, lengths, fill
+):
+    S, numbers = len(kept), iter(positions)
+    row = torch.tensor([[next(numbers) if k else fill for k in kept]])
+    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    keep = (document[:, None] == document).tril() & torch.tensor(kept).bool()
+    model, ids, seen = build(model_type), tokens(1, S), torch.tensor(kept).bool()
+    if model_type == "mistral":
+        keep = keep & torch.ones(S, S).triu(1 - model.config.sliding_window).bool()
+    added = torch.zeros(1, 1, S, S).masked_fill(~keep, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        ours = model(ids, attention_mask=torch.tensor([kept]), position_ids=row).logits
+        switch(model, "eager")
+        expected = model(ids, attention_mask=added, position_ids=row).logits
+    torch.testing.assert_close(ours[:, seen], expected[:, seen], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("case", range(int(os.environ.get("FA_OPS_POSITIONS_CASES", "60"))))
 def test_drawn_positions_are_those_of_eager_attention(case):
     """Eager attention gets the mask of the documents that the positions mean."""
     rng = random.Random(f"positions {case}")
-    S, B, kind = rng.randint(2, 14), rng.choice([1, 1, 2]), rng.choice(["", "mask", "holes"])
+    S, B = rng.randint(2, 14), rng.choice([1, 1, 2])
+    kind = rng.choice(["", "mask", "holes", "left", "right"])
     cached = rng.random() < 0.5
     row = drawn_positions(rng, S)
     kept = None if not kind else [1] * S
     if kind == "holes":
         kept = [1] + [int(rng.random() < 0.7) for _ in range(S - 1)]
-        row = [p if k else 9 for p, k in zip(row, kept)]  # padding has any position
+    elif kind in ("left", "right"):
+        kept = [0] * rng.randint(1, S - 1)
+        kept = (kept + [1] * S)[:S] if kind == "left" else ([1] * S)[len(kept) :] + kept
+    if kept is not None:
+        fill = rng.choice([-2, 9])  # padding has any position
+        row = [p if k else fill for p, k in zip(row, kept)]
     plain = not kind and not cached  # then transformers' own mask separates documents
     separates = plain or B == 1
     starts = document_starts(row, kept, plain) if separates else [False] * S
