@@ -195,3 +195,19 @@ def _without_fusion(slot: object) -> object:
         kept = [x for x in map(_without_fusion, slot) if x is not None]
         return type(slot)(kept) if kept else None
     return slot
+
+
+def _renewed(slot: object) -> object:
+    """The passes of a slot, with new ones in place of those of modules that were dropped."""
+    if isinstance(slot, (list, tuple)):
+        return type(slot)(map(_renewed, slot))
+    name = type(slot).__name__ if type(slot).__module__ == __name__ else None
+    if name == FusionPass.__name__:
+        return FusionPass(**slot.options)
+    if name == PassChain.__name__:
+        return PassChain(tuple(map(_renewed, slot.others)), _renewed(slot.fusion))
+    return slot
+
+
+if config.pre_grad_custom_pass:  # as where this package is imported again in a process
+    config.pre_grad_custom_pass = _renewed(config.pre_grad_custom_pass)

@@ -18,6 +18,7 @@ from fa_ops.argument_types import (
     need_bool,
     need_tensor,
     probability,
+    read_scale,
     sides,
 )
 from fa_ops.call import DENSE, PACKED, PackedQuantizedTensors, PackedTensors, QuantizedTensors
@@ -34,7 +35,7 @@ def attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     window: Window | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -72,7 +73,9 @@ def attention(
         dropout_p: probability in [0, 1) of dropping a softmax weight. The seed is drawn from
             torch's generator of query's device.
         is_causal: query ``i`` attends keys ``j <= i + Sk - Sq``.
-        scale: factor on the products; ``None``: ``1 / sqrt(D)``.
+        scale: factor on the products; ``None``: ``1 / sqrt(D)``. The value of a tensor without
+            dimensions is read, on CUDA with a synchronisation, and not under ``torch.compile`` or
+            ``torch.vmap``. There, or if it requires grad, pass ``query * scale`` and ``scale=1.0``.
         window: ``(left, right)``, keys that stay visible on either side of a query's own position;
             ``None``, -1 or any number from ``2**31 - 1`` on: all of them.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
@@ -123,6 +126,8 @@ def attention(
     """
     if type(return_lse) is not bool:
         need_bool("return_lse", return_lse)
+    if scale is not None and type(scale) is not float:
+        scale = read_scale(scale)
     if not (q_scale is k_scale is v_scale is None):
         from fa_ops import quantized
 
@@ -156,7 +161,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     window: Window | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -192,7 +197,8 @@ def attention_varlen(
         max_seqlen_k: the same for keys; ``None``: ``Tk``.
         dropout_p: probability in [0, 1) of dropping a softmax weight.
         is_causal: aligned at the bottom right of each sequence.
-        scale: factor on the products; ``None``: ``1 / sqrt(D)``.
+        scale: factor on the products; ``None``: ``1 / sqrt(D)``; a tensor as in
+            :func:`attention`.
         window: ``(left, right)``, per sequence as in :func:`attention`.
         softcap: as in :func:`attention`.
         alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``. No gradient.
@@ -231,6 +237,8 @@ def attention_varlen(
     """
     if type(return_lse) is not bool:
         need_bool("return_lse", return_lse)
+    if scale is not None and type(scale) is not float:
+        scale = read_scale(scale)
     if not (page_table is q_scale is k_scale is v_scale is None):
         from fa_ops.varlen import routing
 

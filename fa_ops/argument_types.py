@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.call import Tensors
-from fa_ops.tracing import is_compiling
-from fa_ops.types import DenseTensors, Packing, bounded
+from fa_ops.tracing import can_read, is_compiling, is_differentiated, is_traced_by_dynamo
+from fa_ops.types import DenseTensors, Packing, bounded, dtype_name
 
 Window = tuple[int | None, int | None]
 
@@ -136,6 +136,32 @@ def need_number(name: str, value: object) -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} must fit a float, got {_short(value)}") from None
+
+
+def read_scale(scale: object) -> object:
+    """The scale, or in place of a tensor without dimensions its value, for which a GPU is awaited.
+
+    Raises TypeError for other tensors, and where a value cannot be read or a derivative by it is
+    asked for.
+    """
+    if not isinstance(scale, Tensor):
+        return scale
+    if scale.dim() or scale.dtype == torch.bool or scale.is_complex():
+        raise TypeError(
+            "scale must be a number, or a tensor with one and without dimensions, got one of "
+            f"shape {tuple(scale.shape)} and {dtype_name(scale.dtype)}"
+        )
+    remedy = "multiply query by it, and pass scale=1.0"
+    if not is_traced_by_dynamo() and is_differentiated(scale):
+        raise TypeError(
+            f"scale must not require grad, as attention has no gradient by it: {remedy}"
+        )
+    if not can_read(scale, waiting=True):
+        raise TypeError(
+            "scale must be a number where the value of a tensor cannot be read, as under "
+            f"torch.compile, torch.vmap or CUDA graph capture: {remedy}"
+        )
+    return float(scale)
 
 
 def probability(value: object) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import api, dispatch, kv_cache, planning, quantized
-from fa_ops.argument_types import checked_options, checked_packing, sides
+from fa_ops.argument_types import checked_options, checked_packing, read_scale, sides
 from fa_ops.call import (
     CACHED,
     DENSE,
@@ -159,7 +159,7 @@ def _bound(function: Callable, query: Tensor, key: Tensor, value: Tensor, option
     except TypeError as error:
         raise TypeError(f"{function.__name__}: {error}") from None
     bound.apply_defaults()
-    return bound.arguments
+    return bound.arguments | {"scale": read_scale(bound.arguments["scale"])}
 
 
 def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Call:

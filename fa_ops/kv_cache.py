@@ -11,6 +11,7 @@ from fa_ops.argument_types import (
     need_bool,
     need_int,
     need_tensor,
+    read_scale,
     sides,
 )
 from fa_ops.call import CACHED, CacheTensors, Call
@@ -29,7 +30,7 @@ def attention_with_kv_cache(
     *,
     key: Tensor | None = None,
     value: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     window: Window | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -79,7 +80,8 @@ def attention_with_kv_cache(
         key: ``(B, Hkv, Sn, D)``, query's dtype, to be appended. Neither it nor query and value may
             share memory with the caches then.
         value: ``(B, Hkv, Sn, Dv)``.
-        scale: factor on the products; ``None``: ``1 / sqrt(D)``.
+        scale: factor on the products; ``None``: ``1 / sqrt(D)``; a tensor as in
+            :func:`attention`.
         window: ``(left, right)``, keys that stay visible on either side of a query's own position.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
         alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``.
@@ -130,6 +132,8 @@ def attention_with_kv_cache(
     """
     if type(return_lse) is not bool:
         need_bool("return_lse", return_lse)
+    if scale is not None and type(scale) is not float:
+        scale = read_scale(scale)
     tensors = CacheTensors(
         kv_lens, page_table, key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale,
         rotary_cos, rotary_sin, unified_max,

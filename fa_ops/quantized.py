@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import planning
-from fa_ops.argument_types import Window, checked_options, need_bool, sides
+from fa_ops.argument_types import Window, checked_options, need_bool, read_scale, sides
 from fa_ops.call import QUANTIZED, Call, PackedQuantizedTensors, QuantizedTensors
 from fa_ops.ops import autocast, library, lookup, quantized
 from fa_ops.ops.library import Route
@@ -19,7 +19,7 @@ def quantized_attention(
     value: Tensor,
     is_causal: bool = False,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     window: Window | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -46,7 +46,8 @@ def quantized_attention(
         key: ``(B, Hkv, Sk, D)``, query's dtype.
         value: ``(B, Hkv, Sk, Dv)``, query's dtype.
         is_causal: as in :func:`attention`, aligned at the bottom right.
-        scale: factor on the products; ``None``: ``1 / sqrt(D)``.
+        scale: factor on the products; ``None``: ``1 / sqrt(D)``; a tensor as in
+            :func:`attention`.
         window: ``(left, right)`` as in :func:`attention`.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off. With a softcap the mean
             of the keys is not subtracted, as tanh would change.
@@ -82,6 +83,8 @@ def quantized_attention(
     """
     if qk_dtype is None:
         raise TypeError("qk_dtype must be a torch.dtype, got None")
+    if scale is not None and type(scale) is not float:
+        scale = read_scale(scale)
     tensors = QuantizedTensors(sinks, kv_lens, key_ranges)
     scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, qk_dtype, smooth_key,
                rotate)  # fmt: skip

@@ -65,8 +65,8 @@ def can_read(*tensors: Tensor, waiting: bool = False) -> bool:
     """Whether the host may read what the tensors hold, now.
 
     Not while the calling thread traces, where a number would become a constant of the graph, nor
-    what `torch.vmap` maps over. Tensors on a device only where `waiting` for it is acceptable, and
-    not while a CUDA graph is captured.
+    what `torch.vmap` maps over, nor tensors without memory. Tensors on a device only where
+    `waiting` for it is acceptable, and not while a CUDA graph is captured.
     """
     if is_compiling() or _is_traced_by_jit():
         return False
@@ -74,9 +74,19 @@ def can_read(*tensors: Tensor, waiting: bool = False) -> bool:
     for t in tensors:
         if type(t) not in PLAIN or (mapping and _is_mapped(t)):
             return False
-        if not t.is_cpu and (not waiting or is_capturing(t.device)):
+        if t.is_meta or not t.is_cpu and (not waiting or is_capturing(t.device)):
             return False
     return True
+
+
+def is_differentiated(t: Tensor) -> bool:
+    """Whether a derivative by this tensor is asked for, by autograd or a transform."""
+    if torch.is_grad_enabled() and t.requires_grad:
+        return True
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        return True
+    is_wrapped = in_functorch() and functorch.is_functorch_wrapped_tensor(t)
+    return is_wrapped and is_differentiated(functorch.get_unwrapped(t))
 
 
 def is_capturing(device: torch.device) -> bool:

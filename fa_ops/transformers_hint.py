@@ -24,7 +24,7 @@ def install() -> None:
 def _wrap() -> None:
     model = getattr(sys.modules[_MODULE], "PreTrainedModel", None)
     choose = getattr(model, _METHOD, None)
-    if choose is None or hasattr(choose, "_fa_ops"):
+    if choose is None or hasattr(choose, "_fa_ops") or hasattr(choose, "_fa_ops_hint"):
         return
 
     @functools.wraps(choose)
@@ -37,4 +37,5 @@ def _wrap() -> None:
             hint = f"`import hf_integration` registers {requested_attention!r}"
             raise ValueError(f"{error} {hint}, and must run before the model is made.") from None
 
+    wrapper._fa_ops_hint = True
     setattr(model, _METHOD, wrapper)

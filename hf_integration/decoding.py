@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from fa_ops.tracing import is_compiling
+from hf_integration import hooks
 
 _PREPARES = "_preprocess_mask_arguments"
 _CACHE_NAMES = ("cache", "past_key_values")  # the second one in older releases
@@ -42,7 +43,7 @@ _thread = threading.local()  # .cache: weak reference to the cache of the mask b
 
 def install() -> str:
     """Record the cache for which masks are made. Idempotent; returns "on", or why it is off."""
-    original = getattr(masking_utils, _PREPARES, None)
+    original = hooks.original_of(getattr(masking_utils, _PREPARES, None))
     parameters = inspect.signature(original) if original is not None else inspect.Signature()
     name = next((name for name in _CACHE_NAMES if name in parameters.parameters), None)
     if name is None:

@@ -24,7 +24,7 @@ def install() -> None:
 
     Raises RuntimeError if this transformers release has no such method.
     """
-    original = getattr(PreTrainedModel, _METHOD, None)
+    original = hooks.original_of(getattr(PreTrainedModel, _METHOD, None))
     if original is None:
         raise RuntimeError(
             f"this transformers release has no PreTrainedModel.{_METHOD}; "

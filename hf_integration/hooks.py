@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from types import ModuleType
 
@@ -30,9 +31,18 @@ def is_ours(config: object) -> bool:
     return getattr(config, "_attn_implementation", None) in names
 
 
+def original_of(function: Callable | None) -> Callable | None:
+    """What is wrapped now: without a wrapper of modules that were dropped and imported again."""
+    scope = getattr(function, "__globals__", {})
+    name = scope.get("__name__", "")
+    is_ours = hasattr(function, "_fa_ops") and name.startswith(f"{__package__}.")
+    is_dropped = is_ours and getattr(sys.modules.get(name), "__dict__", None) is not scope
+    return function.__wrapped__ if is_dropped else function
+
+
 def install_cu_seqlens(module: ModuleType) -> bool:
     """Make the towers of a modeling module pass cu_seq_lens to our function. Idempotent."""
-    is_flash = getattr(module, _IS_FLASH, None)
+    is_flash = original_of(getattr(module, _IS_FLASH, None))
     if is_flash is None:
         return False
     if hasattr(is_flash, "_fa_ops"):
@@ -64,11 +74,11 @@ def install_batching() -> None:
         states["continuous batching"] = "off: PagedAttentionCache.update has other arguments"
         return
     for module in modules:
-        is_flash = getattr(module, _IS_FLASH, None)
+        is_flash = original_of(getattr(module, _IS_FLASH, None))
         if is_flash is not None and not hasattr(is_flash, "_fa_ops"):
             setattr(module, _IS_FLASH, _accepting_ours(is_flash))
     for name in ("lazy_import_flash_attention", "lazy_import_paged_flash_attention"):
-        imports = getattr(modules[1], name, None)
+        imports = original_of(getattr(modules[1], name, None))
         if imports is not None and not hasattr(imports, "_fa_ops"):
             setattr(modules[1], name, _with_cache(imports, name))
     states["continuous batching"] = "on"

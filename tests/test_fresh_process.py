@@ -136,3 +136,63 @@ import torch.distributed.tensor
 print("fa_ops.distributed.sharding" in sys.modules)
 """
     assert run(code) == "True\n"
+
+
+def test_modules_may_be_dropped_and_imported_again():
+    """As by tools that reload code. Operators then run the new modules, and nothing is doubled."""
+    code = """
+import sys, torch
+from torch._inductor import config
+from torch.utils.flop_counter import FlopCounterMode
+NAMES = "fa_ops", "compile_passes", "hf_integration"
+
+def load():
+    import fa_ops, compile_passes, hf_integration
+    compile_passes.install(verify=True)
+    return fa_ops, compile_passes, hf_integration
+
+def state():
+    dump = torch._C._dispatch_dump("fa::attention").split("catchall")[0]
+    return dump.count("registered at"), len(sys.meta_path)
+
+def flops():
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.fa.attention(q, q, q)
+    return counter.get_total_flops()
+
+q = torch.randn(1, 2, 3, 8, requires_grad=True)
+load()
+operator, before = torch.ops.fa.attention.default, state()
+first, counted = operator(q, q, q), flops()
+for name in [name for name in sys.modules if name.split(".")[0] in NAMES]:
+    del sys.modules[name]
+fa_ops, compile_passes, hf_integration = load()
+from fa_ops import checks, planning
+from hf_integration import decoding, gate, hooks
+from transformers import PreTrainedModel, masking_utils
+
+print(before == state(), counted == flops() > 0)
+print(operator is torch.ops.fa.attention.default, torch.equal(first, operator(q, q, q)))
+torch.autograd.grad(operator(q, q, q).sum(), q)
+fusion = config.pre_grad_custom_pass
+print(type(fusion) is compile_passes.install.__globals__["FusionPass"], fusion.verify)
+for owner, name, module in (
+    (PreTrainedModel, "get_correct_attn_implementation", gate),
+    (masking_utils, "_preprocess_mask_arguments", decoding),
+):
+    wrapper = getattr(owner, name)
+    print(wrapper.__globals__ is vars(module), hasattr(wrapper.__wrapped__, "_fa_ops"))
+
+def refuse(*args, **options):
+    raise RuntimeError("the new modules run")
+
+planning._prepared.clear()
+planning.prepare = checks.dense = refuse
+for device in ("cpu", "meta"):
+    try:
+        operator(*[q.detach().to(device)] * 3)
+    except RuntimeError as error:
+        print(error)
+"""
+    expected = ["True True"] * 3 + ["True False"] * 2 + ["the new modules run"] * 2
+    assert run(code).splitlines() == expected

@@ -34,6 +34,15 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
+def _is_of_dropped_modules(finder: object) -> bool:
+    """Whether it waits for an import on behalf of this module as it was imported before."""
+    kind = type(finder)
+    return kind.__module__ == __name__ and kind.__name__ == _AfterImport.__name__
+
+
+sys.meta_path[:] = [one for one in sys.meta_path if not _is_of_dropped_modules(one)]
+
+
 def after_import(name: str, action: Callable[[], object]) -> None:
     """Call `action` once the module has been imported; now, if it has been."""
     if name in sys.modules:

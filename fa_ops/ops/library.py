@@ -1,4 +1,4 @@
-"""The one Library, the schemas, and every private torch name the operators need."""
+"""The operators' schemas and library, and every private torch name that they need."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from torch.library import Library
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from fa_ops.tracing import PLAIN, in_functorch, is_dispatched
-
-lib = Library("fa", "DEF")
 
 TAGS = (Tag.pt2_compliant_tag,)
 
@@ -81,8 +79,33 @@ SCHEMAS = {
     "dropout_seed": "(Tensor like, SymInt count=1) -> Tensor",
 }
 _MORE_TAGS = {"dropout_seed": (Tag.nondeterministic_seeded, Tag.flexible_layout)}
-for _name, _schema in SCHEMAS.items():
-    lib.define(_name + _schema, tags=TAGS + _MORE_TAGS.get(_name, ()))
+
+
+def _kernels() -> Library:
+    """The library of the operators' kernels, without any yet; the operators are defined.
+
+    If the modules were dropped and are imported again in one process, the kernels of the first
+    import are removed. The definitions stay, as compiled code and other modules hold them.
+    """
+    earlier = vars(torch.ops.fa).get("_defined_by_fa_ops")
+    if earlier is None:
+        definitions = Library("fa", "DEF")
+        for name, schema in SCHEMAS.items():
+            definitions.define(name + schema, tags=TAGS + _MORE_TAGS.get(name, ()))
+    else:
+        definitions, schemas, kernels = earlier
+        if schemas != SCHEMAS:
+            raise ImportError(
+                "fa_ops was imported in this process before with other schemas of its operators, "
+                "which torch cannot replace: start a new process"
+            )
+        kernels._destroy()
+    kernels = Library("fa", "FRAGMENT")
+    torch.ops.fa._defined_by_fa_ops = definitions, SCHEMAS, kernels
+    return kernels
+
+
+lib = _kernels()
 
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 # Excludes view tracking too: an output made by transposing a buffer is not a view to its user.

@@ -80,15 +80,20 @@ def _cached_flops(query, key_cache, value_cache, *args, out_val=None, **options)
 
 def register_flops() -> None:
     """Register the operators' formulas with torch's FLOP counter."""
-    from torch.utils.flop_counter import register_flop_formula as register
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-    dense_ones = ("attention", "attention_with_lse", "quantized_attention")
-    register([getattr(torch.ops.fa, name) for name in dense_ones])(_dense_flops)
-    register(torch.ops.fa.attention_backward)(_dense_backward_flops)
-    register(torch.ops.fa.attention_varlen, get_raw=True)(_packed_flops)
-    register(torch.ops.fa.attention_varlen_backward, get_raw=True)(_packed_backward_flops)
-    cached = [torch.ops.fa.attention_with_kv_cache, torch.ops.fa.attention_with_kv_cache_append]
-    register(cached, get_raw=True)(_cached_flops)
+    def register(*names: str, **options):
+        operators = [getattr(torch.ops.fa, name) for name in names]
+        for operator in operators:
+            flop_registry.pop(operator, None)  # of modules that were dropped and imported again
+        return register_flop_formula(operators, **options)
+
+    register("attention", "attention_with_lse", "quantized_attention")(_dense_flops)
+    register("attention_backward")(_dense_backward_flops)
+    register("attention_varlen", get_raw=True)(_packed_flops)
+    register("attention_varlen_backward", get_raw=True)(_packed_backward_flops)
+    cached = "attention_with_kv_cache", "attention_with_kv_cache_append"
+    register(*cached, get_raw=True)(_cached_flops)
 
 
 def register_sharding() -> None:
