@@ -20,6 +20,8 @@ _function_modes = torch._C._len_torch_function_stack
 _is_profiler_enabled = torch.autograd._profiler_enabled
 _is_traced_by_jit = torch._C._is_tracing
 _is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
+# of all threads: printing a tensor while another thread exports leaves the key of this one included
+_pre_dispatch_modes = torch._ops._len_torch_dispatch_stack_pre_dispatch
 
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch  # where `make_fx(pre_dispatch=True)` records
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -35,7 +37,7 @@ def is_compiling() -> bool:
     return (
         is_traced_by_dynamo()
         or (_dispatch_modes() > 0 and _has_tracing_mode())
-        or _is_key_included(_PRE_DISPATCH)
+        or (_is_key_included(_PRE_DISPATCH) and _pre_dispatch_modes() > 0)
     )
 
 

@@ -193,8 +193,11 @@ def test_every_differentiable_argument_has_a_gradient(argument):
 
 
 def test_slopes_may_require_grad_under_no_grad():
+    inputs, slopes = qkv(), torch.rand(4, requires_grad=True)
     with torch.no_grad():
-        fa_ops.attention(*qkv(), alibi_slopes=torch.rand(4, requires_grad=True))
+        out = fa_ops.attention(*inputs, alibi_slopes=slopes)
+    wanted = fa_ops.attention(*inputs, alibi_slopes=slopes.detach())
+    assert torch.equal(out, wanted) and not out.requires_grad
 
 
 def test_the_dropout_seed_is_drawn_from_torchs_generator():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 
@@ -250,7 +251,18 @@ FUNCTION_ONLY = {
     "list as ranges": Bad({"key_ranges": [3, 5]}, T, "key_ranges must be a Tensor, got list"),
     "list as slopes": Bad({"alibi_slopes": [1.0]}, T, "alibi_slopes must be a Tensor, got list"),
     "number as sinks": Bad({"sinks": 1.0}, T, "sinks must be a Tensor, got float"),
-    "tensor as scale": Bad({"scale": torch.ones(())}, T, "scale must be a number, got tensor(1.)"),
+    "tensor as scale": Bad(
+        {"scale": torch.ones(1)},
+        T,
+        "scale must be a number, or a tensor with one and without dimensions, got one of shape "
+        "(1,) and float32",
+    ),
+    "scale with gradient": Bad(
+        {"scale": torch.ones((), requires_grad=True)},
+        T,
+        "scale must not require grad, as attention has no gradient by it: multiply query by it, "
+        "and pass scale=1.0",
+    ),
     "word as dropout": Bad({"dropout_p": "0.1"}, T, "dropout_p must be a number, got '0.1'"),
     "None as softcap": Bad({"softcap": None}, T, "softcap must be a number, got None"),
     "number as causal": Bad({"is_causal": 1}, T, "is_causal must be a bool, got 1"),
@@ -552,27 +564,53 @@ class _OnGpu:
         return getattr(self.t, name)
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_the_quick_check_accepts_only_what_the_full_check_accepts(seed):
-    g = torch.Generator().manual_seed(seed)
-    pick = lambda *xs: xs[int(torch.randint(len(xs), (), generator=g))]  # noqa: E731
-    B, H, S, D = pick(1, 2), pick(1, 2, 4), pick(0, 1, 5), pick(0, 1, 8)
-    shapes = [[B, H, S, D], [B, pick(0, 1, 2, H), pick(S, 5), D]]
-    shapes.append([*shapes[1][:3], pick(D, 0, 4)])
-    if pick(True, False):
-        shapes[pick(0, 1, 2)][pick(0, 1, 2, 3)] = pick(0, 1, 2, 3)
-    if pick(True, False, False, False):
-        shapes[pick(0, 1, 2)].append(1)
-    dtypes = [torch.float32] * 3
-    if pick(True, False, False):
-        dtypes[pick(0, 1, 2)] = pick(torch.float64, torch.int32, torch.float8_e4m3fn, torch.float16)
-    tensors = [torch.zeros(shape).to(dtype) for shape, dtype in zip(shapes, dtypes)]
-    if pick(True, False, False, False) and all(t.dim() == 4 for t in tensors):
-        tensors[pick(0, 1, 2)].transpose_(2, 3)
-    if checks._obviously_fit(*tensors):
-        checks._inputs(*tensors, 4, "")
-        checks.contiguous_rows(**dict(zip(("query", "key", "value"), tensors)))
-        checks.dense(*(t.to("meta") for t in tensors), Spec())
+QUICK = {
+    "query": lambda q, k, v: (q, k, v),
+    "heads": lambda q, k, v: (q, k[:, :1], v[:, :1]),
+    "Dv": lambda q, k, v: (q, k, v[..., :3]),
+    "no queries": lambda q, k, v: (q[:, :, :0], k, v),
+    "no keys": lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]),
+    "no batch": lambda q, k, v: (q[:0], k[:0], v[:0]),
+    "strides": lambda q, k, v: (q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+    "half": lambda q, k, v: (q.half(), k.half(), v.half()),
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_quick_check_accepts_usual_calls(name):
+    given = valid()
+    tensors = QUICK[name](*(given[name] for name in ("query", "key", "value")))
+    assert checks._obviously_fit(*tensors)
+    checks.dense(*tensors, Spec())
+
+
+@pytest.mark.parametrize("at", range(3), ids=("query", "key", "value"))
+@pytest.mark.parametrize("legal", QUICK)
+def test_the_quick_check_accepts_only_what_the_full_check_accepts(legal, at):
+    given = valid()
+    tensors = list(QUICK[legal](*(given[name] for name in ("query", "key", "value"))))
+    x, accepted = tensors[at], 0
+    changed = [
+        x.flatten(0, 1),
+        x[None],
+        x.double(),
+        x.int(),
+        x.to("meta"),
+        x.mT,
+        x.to(torch.float8_e4m3fn),
+    ]
+    changed.append(torch.zeros(*x.shape, 2, dtype=x.dtype)[..., 0])  # rows apart
+    for axis, size in itertools.product(range(4), range(9)):
+        shape = list(x.shape)
+        shape[axis] = size
+        changed.append(torch.zeros(shape, dtype=x.dtype))
+    for other in (*changed, None):
+        tensors[at] = other
+        if checks._obviously_fit(*tensors):
+            accepted += 1
+            checks.dense(*tensors, Spec())
+            checks.contiguous_rows(**dict(zip(("query", "key", "value"), tensors)))
+    assert 1 <= accepted < len(changed)
 
 
 class TestCompiled(expecttest.TestCase):

@@ -133,3 +133,22 @@ def test_rows_apart_are_refused_where_nothing_is_aligned():
         fa_ops.attention(q, wide, off(601, 4))
     with pytest.raises(ValueError, match="value must be contiguous in its last dimension"):
         fa_ops.attention(q, off(601, 8), wide[..., :4])
+
+
+def test_values_are_checked_against_every_number_of_keys():
+    """Also where they have other features, and the strides of values that fit."""
+    q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 700, 8), torch.randn(1, 2, 700, 4)
+    for _ in range(2):
+        fa_ops.attention(q, k[:, :, :600], v[:, :, :600])
+        for keys, values in ((601, 600), (601, 602), (600, 601)):
+            message = f"value has length {values}, but key's is {keys}"
+            with pytest.raises(ValueError, match=message):
+                fa_ops.attention(q, k[:, :, :keys], v[:, :, :values])
+
+
+def test_rows_of_a_mask_are_no_keys_where_both_are_as_many():
+    q, mask = torch.randn(1, 2, 600, 8), torch.ones(700, 700, dtype=torch.bool)
+    for _ in range(2):
+        fa_ops.attention(q, *qkv(600)[1:], mask[:600, :600])
+        with pytest.raises(ValueError, match="attn_mask must broadcast"):
+            fa_ops.attention(q, *qkv(601)[1:], mask[:601, :601])

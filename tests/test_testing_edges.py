@@ -118,6 +118,14 @@ def test_nan_and_inf_affect_only_rows_that_attend_them(case):
         assert_right(PackedCase((5, 0, 17, 9), (9, 4, 0, 20), 2, packed), "cpu")
 
 
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("margin", [0, 2])
+def test_inf_in_the_slopes_of_a_sequence_affects_its_rows(seed, margin):
+    options = {"alibi": "batch_heads", "kv_lens": True, "poison": "-inf alibi_slopes"}
+    features = make_case(D=8, Dv=5, seed=seed, window=(13, -1), **options)
+    assert_right(PackedCase((5, 12, 0, 3), (0, 9, 4, 7), margin, features), "cpu")
+
+
 @pytest.mark.parametrize("operand", ["query", "key", "value"])
 @pytest.mark.parametrize("page_size", [0, 8])
 def test_nan_in_a_cache_affects_only_rows_that_attend_it(operand, page_size):

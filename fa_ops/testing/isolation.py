@@ -95,6 +95,10 @@ class Poison:
         elif self.operand == "attn_mask":
             self.rows = (changed & self.unmasked).any(-1)
             self.attends = self.attends | (changed & self.unmasked)
+        elif changed is not None and changed.dim() == 2 and self.packing is not None:
+            ends = self.packing.cu_seqlens_q.long()  # slopes of sequences, rows of their tokens
+            self.rows = self.rows.clone()
+            self.rows[0, :, ends[0] : ends[-1]] = changed.T.repeat_interleave(ends.diff(), 1)
         elif changed is not None:
             self.rows = self.rows | changed.view(-1, changed.shape[-1], 1)
         self.rows_backward = self.rows

@@ -160,6 +160,13 @@ def test_both_engines_agree(name, monkeypatch):
 LOOPS = {"flash": Spec(), "loop": Spec(softcap=50.0)}
 
 
+@pytest.mark.parametrize("Sq, Sk", [(5, 5), (5, 8), (8, 5)])
+@pytest.mark.parametrize("hidden", [-1, 0, 1, 2])
+def test_windows_that_hide_a_key_or_two_on_either_side(Sq, Sk, hidden):
+    for window in ((Sk - 1 - hidden, -1), (-1, Sq - 1 - hidden), (Sk - 1, Sq - 1 - hidden)):
+        assert_close_to_oracle(make_case(Sq=Sq, Sk=Sk, D=16, Dv=16, window=window), "cpu")
+
+
 @pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
 def test_rows_with_nothing_to_attend(spec):
     case = make_case(Sq=9, Sk=5)

@@ -215,8 +215,11 @@ def test_repeated_backward_passes_in_a_region_run_their_last_plan(monkeypatch):
     with bf16():
         for _ in range(2):
             fa_ops.attention(*inputs).sum().backward()
+        before = [x.grad.clone() for x in inputs]
         monkeypatch.setattr(planning, "prepared_backward", None)
         fa_ops.attention(*inputs).sum().backward()
+    for x, twice in zip(inputs, before):  # what two passes added up to
+        torch.testing.assert_close(x.grad, 1.5 * twice)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -276,3 +279,16 @@ def test_missing_tensors_are_named_in_a_region(name):
     message = f"{name} must be a Tensor, got NoneType"
     with torch.autocast("cpu"), pytest.raises(TypeError, match=message):
         MISSING[name](torch.randn(2, 2, 7, 8))
+
+
+def test_averaging_rows_are_cast_as_other_attention():
+    operator = torch.ops.fa.attention_averaging_rows
+    q, k, v = qkv()
+    mask, sinks = torch.randn(q.shape[2], k.shape[2]), torch.zeros(q.shape[1]).half()
+    rows = torch.arange(q.shape[2]).view(1, 1, -1) % 2 == 0
+    with bf16():
+        out, lse = operator(q, k, v, mask.half(), sinks=sinks, averaging_rows=rows)
+    cast = (x.bfloat16() for x in (q, k, v, mask.half()))
+    wanted = operator(*cast, sinks=sinks.bfloat16(), averaging_rows=rows)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+import fa_ops
 from fa_ops.testing import assert_within_budget
 
 OPERATOR = torch.ops.fa.attention_averaging_rows
@@ -123,6 +124,23 @@ def test_key_ranges_and_sinks_apply_in_averaging_rows():
     for a, e in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
         torch.testing.assert_close(a, e, atol=1e-5, rtol=1e-4)
     assert not torch.equal(outs[0], OPERATOR(q, k, v, mask, averaging_rows=rows)[0])
+
+
+def test_mask_blocks_of_the_mask_hide_no_key_of_an_averaging_row():
+    q, k, v = (torch.randn(1, 2, S, D, requires_grad=True) for S in (130, 300, 300))
+    mask = torch.ones(130, 300, dtype=torch.bool).tril(40)
+    mask[:128] = False  # a row of empty tiles
+    rows = torch.zeros(1, 1, 130, dtype=torch.bool)
+    rows[..., 3] = rows[..., 129] = True
+    results = []
+    for blocks in (None, fa_ops.mask_blocks(mask)):
+        out, lse = OPERATOR(q, k, v, mask, averaging_rows=rows, mask_blocks=blocks)
+        finite = lse.masked_fill(lse == -math.inf, 0.0)
+        grads = torch.autograd.grad(out.square().sum() + finite.sum(), (q, k, v))
+        results.append((out, lse, *grads))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(out[:, :, 3], v.mean(2))
 
 
 def test_nan_in_the_query_of_an_averaging_row_does_not_reach_its_result():

@@ -81,6 +81,12 @@ WRONG = {
     "rotary_cos and rotary_sin must be given together": {"rotary_cos": torch.ones(20, 8)},
     "rotary_cos is for 18 features, but query has 16":
         {"rotary_cos": torch.ones(20, 9), "rotary_sin": torch.ones(20, 9)},
+    "rotary_sin must have shape (20, 8), got (20, 1)":
+        {"rotary_cos": torch.ones(20, 8), "rotary_sin": torch.ones(20, 1)},
+    "key must be contiguous in its last dimension, got strides (128, 64, 32, 2)":
+        {"key": torch.zeros(2, 2, 2, 32)[..., ::2]},
+    "value must be contiguous in its last dimension, got strides (128, 64, 32, 2)":
+        {"value": torch.zeros(2, 2, 2, 32)[..., ::2]},
     "rotary_cos has 9 positions, but sequence 0 has 10 keys":
         {"kv_lens": lens(8, 0), "rotary_cos": torch.ones(9, 8), "rotary_sin": torch.ones(9, 8)},
     "k_scale is for caches in float8_e4m3fn, but key_cache is float32":
@@ -162,9 +168,16 @@ def test_appending_bumps_versions_and_reading_does_not():
 
 
 def test_inference_tensors_have_no_version():
+    q, k, v, cache, spec = CASES["append"].fresh()
     with torch.inference_mode():
-        q, k, v, cache, spec = CASES["append"].fresh()
-        by_function(key_cache=k.clone(), value_cache=v.clone())
+        caches = k.clone(), v.clone()
+        out = by_function(key_cache=caches[0], value_cache=caches[1])
+    wanted = fa_ops.attention_with_kv_cache(
+        q, k, v, spec.kv_lens, is_causal=True, key=cache.key, value=cache.value
+    )
+    assert torch.equal(out, wanted)
+    for written, usual in zip(caches, (k, v)):
+        torch.testing.assert_close(written, usual, rtol=0, atol=0, equal_nan=True)
 
 
 def test_an_inference_tensor_beside_it_keeps_no_cache_from_its_new_version():

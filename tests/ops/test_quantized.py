@@ -241,6 +241,10 @@ BAD = {
         _tensors(E4M3) | SCALES | {"v_scale": torch.ones((), dtype=torch.float64)}, TypeError,
         "v_scale must be float32, got float64",
     ),
+    "e4m3 sinks": (
+        _tensors(E4M3) | SCALES | {"sinks": torch.zeros(4).to(E4M3)}, TypeError,
+        "sinks must be float32, got float8_e4m3fn",
+    ),
     "mask": (
         _tensors(E4M3) | SCALES | {"attn_mask": torch.ones(70, 70, dtype=torch.bool)}, ValueError,
         "attn_mask must not be given with q_scale",
@@ -257,8 +261,9 @@ def test_errors(name):
         function(**arguments)
     valid = _tensors(E4M3) | SCALES if "q_scale" in arguments else _tensors()
     function(**valid)
-    with pytest.raises(error):  # with a plan of a valid call too
+    with pytest.raises(error) as again:  # with a plan of a valid call too
         function(**arguments)
+    assert message in str(again.value)
 
 
 def test_e4m3_without_scales_is_an_error_of_attention_too():

@@ -83,13 +83,18 @@ ERRORS = {
     r"kv_lens\[0\] is 17, which with 0 new keys is past the cache's 16": PAGES
     | {"kv_lens": torch.tensor([17, 3], dtype=torch.int32)},
     "max_seqlen_q must not be negative, got -1": {"max_seqlen_q": -1},
+    r"value has shape \(3, 8, 2, 16\), but key has \(3, 16, 2, 16\)": PAGES
+    | {"kv_lens": torch.tensor([3, 3], dtype=torch.int32), "value": numbers(3, 8, 2, 16)},
+    r"value has shape \(4, 2, 16\), but key has \(5, 2, 16\)": {"value": numbers(4, 2, 16)},
 }
 
 
 @pytest.mark.parametrize("message", ERRORS)
 def test_errors(message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        attend(**ERRORS[message])
+    for _ in range(2):
+        with pytest.raises((ValueError, TypeError), match=message):
+            attend(**ERRORS[message])
+        attend()
 
 
 def test_an_argument_that_requires_grad_is_refused():

@@ -158,6 +158,31 @@ def test_varlen_gradients_per_sample(name):
     assert_same(actual, tuple(torch.stack(x) for x in zip(*loop)))
 
 
+@pytest.mark.parametrize("in_dims", [(0, 0), (None, 0)])
+def test_vmap_over_a_seed_without_dropout(in_dims):
+    q, k, v = (torch.randn(3, 2, heads, 5, 8) for heads in (4, 2, 2))
+    q = q if in_dims[0] == 0 else q[0]
+    call = lambda q, seed: dense.ATTENTION(q, k[0], v[0], dropout_seed=seed)  # noqa: E731
+    actual = vmap(call, in_dims)(q, torch.arange(3).view(3, 1))
+    each = q if in_dims[0] == 0 else [q] * 3
+    torch.testing.assert_close(actual, torch.stack([call(x, None) for x in each]))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (0, None)])
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_vmap_of_packed_slopes(in_dims, shape):
+    """Of all sequences, or of each."""
+    q, slopes = torch.randn(3, 7, 4, 8), torch.rand(3, *shape)
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+
+    def call(q, slopes):
+        return fa_ops.attention_varlen(q, q, q, ends, ends, alibi_slopes=slopes)
+
+    given = [x if dim == 0 else x[0] for x, dim in zip((q, slopes), in_dims)]
+    each = zip(*(x if dim == 0 else [x] * 3 for x, dim in zip(given, in_dims)))
+    torch.testing.assert_close(vmap(call, in_dims)(*given), torch.stack([call(*x) for x in each]))
+
+
 def test_vmap_of_vmap():
     tensors, plain = dense_arguments("positions")
     x = torch.randn(2, N, *tensors.pop("query").shape)

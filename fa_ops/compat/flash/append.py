@@ -61,8 +61,10 @@ def check_new(q: Tensor, caches: Caches, k: Tensor, v: Tensor, ends: Tensor, len
         checks.need(x.dtype == q.dtype, "{} is {}, but q is {}", name, x.dtype, q.dtype,
                     error=TypeError)  # fmt: skip
         has_shape(name, x, (k.shape[0], *cache.shape[2:]))
-    is_eager = library.route_of(caches.k, caches.v) is not library.Route.DISPATCH
-    if is_eager and library.is_strided(caches.k, caches.v):
+    has_memory = not (tracing.is_compiling() or tracing.in_functorch()) and all(
+        type(t) in tracing.PLAIN and library.is_strided(t) for t in (caches.k, caches.v)
+    )
+    if has_memory:
         has_pages = caches.table.shape[1] > 1  # one is a row of a contiguous cache
         checks.need(not overlap.caches_share_memory(caches.k, caches.v, has_pages),
                     "v_cache shares memory with k_cache, and both are written to")  # fmt: skip
