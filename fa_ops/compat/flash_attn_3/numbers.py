@@ -104,8 +104,8 @@ def check(q: Tensor, **keys_and_values: Tensor) -> None:
         checks.same_device(q, name, x, "q")
         checks.need(x.dtype == q.dtype, "{} is {}, but q is {}", name, x.dtype, q.dtype,
                     error=TypeError)  # fmt: skip
-    (Hq, D), (Hkv, Dk), (Hv, Dv) = (x.shape[-2:] for x in (q, *keys_and_values.values()))
-    checks.heads(Hq, Hkv, Hv, D, Dk, Dv, *keys_and_values)
+    (Hq, D), (Hkv, Dk), (Hv, _) = (x.shape[-2:] for x in (q, *keys_and_values.values()))
+    checks.heads(Hq, Hkv, Hv, D, Dk, *keys_and_values)
 
 
 def of_used_parts(scales: dict[str, Tensor]) -> dict[str, Tensor]:
