@@ -115,6 +115,7 @@ static u32 __ballot_sync(u32, bool x) {
 }
 static int __ffs(u32 x) { return __builtin_ffs(x); }
 #define DEVICE inline
+static bool __syncthreads_and(bool);  // of a CTA: what runs whole CTAs defines it
 static bool __any_sync(u32 lanes, bool x) { return __ballot_sync(lanes, x) != 0; }
 static bool __all_sync(u32 lanes, bool x) { return __ballot_sync(lanes, !x) == 0; }
 static int column_offset(int i) { return (i >> 2) * 8 + (i & 1); }

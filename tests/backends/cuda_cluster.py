@@ -42,6 +42,7 @@ struct float4 { float x, y, z, w; };
 struct TensorMap { u64 words[16]; };
 struct Index { int x, y; };
 #define DEVICE inline
+static bool __syncthreads_and(bool);
 #define __global__
 #define __device__
 #define __noinline__

@@ -206,7 +206,8 @@ static void __syncthreads() { if (ends_at_barriers) throw AtBarrier(); }
 static bool __syncthreads_and(bool) { return sorted_of[borders++]; }
 """
 PREPARE = r"""
-#include "scaled_packed.cu"
+#define ENTRY_scaled_packed 1
+#include "prepare_e4m3.cu"
 static bool is_sorted(const int* ends, int count) { return !ends || std::is_sorted(ends, ends + count + 1); }
 extern "C" void run(const ScaledPackedParams* p, int grid) {
   gridDim.x = grid, sorted_of[0] = is_sorted(p->pages.cu_seqlens_q, p->B), sorted_of[1] = is_sorted(p->cu_seqlens_k, p->B);

@@ -139,10 +139,12 @@ def test_gradients_are_summed(shape, layout, processors, monkeypatch):
     assert torch.equal(found, scores.sum_to_size(shape).half())
 
 
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_kernels_find_the_mask_in_their_parameters(driver, kernel):
+@pytest.mark.parametrize(
+    "kernel, source", [("forward", "forward_rows.cuh"), ("backward", "backward_tiles.cuh")]
+)
+def test_kernels_find_the_mask_in_their_parameters(driver, kernel, source):
     name = f"{kernel.title()}Params"
-    layout = kernel_params.struct_layout(f"{kernel}_params.cuh", name)
+    layout = kernel_params.struct_layout(source, name)
     driver.struct_bytes = layout.size
     q, mask = torch.randn(1, 2, 40, 64).half(), torch.randn(40, 40).half()
     blocks = reference.mask_blocks(mask[None, None])
@@ -153,5 +155,5 @@ def test_kernels_find_the_mask_in_their_parameters(driver, kernel):
     data = driver.last(kernel)[1][layout.fields["bias"].offset :]
     address, steps = struct.unpack_from("<Q", data), struct.unpack_from("<Q3q", data, 128)
     assert address == (mask.data_ptr(),) and steps == (mask.data_ptr(), 0, 0, 80)
-    lists = kernel_params.struct_layout("bias.cuh", "Bias").fields["blocks"].offset
+    lists = kernel_params.struct_layout("masks.cuh", "Bias").fields["blocks"].offset
     assert struct.unpack_from("<Q2q2i", data, lists) == (blocks.data_ptr(), 0, 0, 1, 1)

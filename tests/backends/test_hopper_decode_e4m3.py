@@ -14,27 +14,18 @@ from tests.backends.cuda_decode import NO_TMA, PTX, place
 pytestmark = needs_compiler
 
 KERNEL = """
-#define IS_BF16 {bf16}
-#define IS_E4M3 1
-#define HEAD_DIM {D}
-#define VALUE_DIM {Dv}
-#define ROWS {rows}
-#define WARPS 2
-#define COPY_KEYS 16
-#define SHARES_TOKENS 0
-#define WHOLE_TILES 5
-#include "decode_e4m3.cuh"
+#include "decode.cu"
 constexpr u32 Q = 0, K = ROWS * HEAD_DIM * 2, V = K + CacheTile<HEAD_DIM>::BYTES,
               OUT = V + CacheTile<VALUE_DIM>::BYTES;
 static float* scores;
 static const u32* weights;
 static u32 keep_mask;
 // 16 keys of the tile's second half
-static void one_warp() {{
+static void one_warp() {
   Queries own;
-  Sums sums = {{}};
+  Sums sums = {};
   const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-  float s[2][2][4] = {{}};
+  float s[2][2][4] = {};
   own.load(Q);
   own.multiply(s, K, 16);
   for (int r = 0; r < ROWS / 8; r++)
@@ -43,27 +34,37 @@ static void one_warp() {{
         scores[(g + 8 * r) * 16 + j * 8 + t * 2 + i] = own.product(s[j][0][2 * r + i] + s[j][1][2 * r + i], r);
   u32 w[4];
   for (int i = 0; i < 4; i++) w[i] = weights[(g + i % 2 * 8) * 8 + t + i / 2 * 4];
-  const u32 keep[2] = {{~0u, t == 3 ? keep_mask : ~0u}};
+  const u32 keep[2] = {~0u, t == 3 ? keep_mask : ~0u};
   sums.add(w, V, 16, keep);
   for (int r = 0; r < ROWS / 8; r++)
     sums.store(OUT + (g + 8 * r) * VALUE_DIM * 4, (g & 7) * 8, r);
-}}
-extern "C" u32 k_at(int row, int chunk) {{ return CacheTile<HEAD_DIM>::at(K, row, chunk); }}
-extern "C" u32 v_at(int row, int chunk) {{ return CacheTile<VALUE_DIM>::at(V, row, chunk); }}
-extern "C" u32 q_at(int row, int chunk) {{ return swizzled(Q, ROWS, row, chunk); }}
-extern "C" unsigned char* memory() {{ return shared; }}
-extern "C" int out_at() {{ return OUT; }}
-extern "C" void run(float* s, const u32* w, u32 keep) {{
+}
+extern "C" u32 k_at(int row, int chunk) { return CacheTile<HEAD_DIM>::at(K, row, chunk); }
+extern "C" u32 v_at(int row, int chunk) { return CacheTile<VALUE_DIM>::at(V, row, chunk); }
+extern "C" u32 q_at(int row, int chunk) { return swizzled(Q, ROWS, row, chunk); }
+extern "C" unsigned char* memory() { return shared; }
+extern "C" int out_at() { return OUT; }
+extern "C" void run(float* s, const u32* w, u32 keep) {
   scores = s, weights = w, keep_mask = keep, run_warp(one_warp);
-}}
+}
 """  # noqa: E501
+
+
+def products(folder, D, Dv, rows, bf16):
+    """The products of one warp with the second half of a tile of 32 keys."""
+    config = DecodeConfig(D, Dv, rows, 16, 2, False, is_e4m3=True)
+    dtype = torch.bfloat16 if bf16 else torch.float16
+    defines = decode.kernel_defines(config, dtype, paged=False)
+    text = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + KERNEL
+    return built(folder, "e4m3", text, PTX + NO_TMA)
+
+
 CASES = [(64, 64, 8, 1), (128, 64, 16, 1), (128, 128, 8, 0), (192, 256, 16, 1)]
 
 
 @pytest.mark.parametrize("D, Dv, rows, bf16", CASES)
 def test_products(D, Dv, rows, bf16, tmp_path):
-    text = KERNEL.format(D=D, Dv=Dv, rows=rows, bf16=bf16)
-    kernel = built(tmp_path, "e4m3", text, PTX)
+    kernel = products(tmp_path, D, Dv, rows, bf16)
     kernel.memory.restype = ctypes.c_void_p
     g = torch.Generator().manual_seed(D + Dv)
     dtype = torch.bfloat16 if bf16 else torch.float16
@@ -101,8 +102,7 @@ def test_products(D, Dv, rows, bf16, tmp_path):
 # As the hardware swizzles: bits 4 to 6 of an address by bits 7 to 9, or bits 4 and 5 by 7 and 8.
 @pytest.mark.parametrize("D, row_bytes, bits", [(64, 64, 3), (128, 128, 7), (256, 128, 7)])
 def test_addresses_are_those_of_the_copies(D, row_bytes, bits, tmp_path):
-    text = KERNEL.format(D=D, Dv=64, rows=8, bf16=1)
-    kernel = built(tmp_path, "e4m3", text, PTX)
+    kernel = products(tmp_path, D, 64, 8, 1)
     base = 8 * D * 2
     assert base % 1024 == 0
     for row in range(32):

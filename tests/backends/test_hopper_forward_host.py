@@ -67,7 +67,7 @@ def test_masks_and_dropout_have_a_tile_of_their_own(compiled):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
 def test_tiles_are_skipped_by_the_lists_of_a_mask(dtype, driver, compiled, monkeypatch):
-    layout = kernel_params.struct_layout("forward_params.cuh", "ForwardParams")
+    layout = kernel_params.struct_layout("forward_rows.cuh", "ForwardParams")
     read = driver.read
     monkeypatch.setattr(driver, "read", lambda name, at: read(name, at) if name == "forward" else 0)
     driver.struct_bytes = layout.size
@@ -76,7 +76,7 @@ def test_tiles_are_skipped_by_the_lists_of_a_mask(dtype, driver, compiled, monke
     spec = Spec(attn_mask=mask, mask_blocks=blocks)
     at = layout.fields["blocks"].offset
     if dtype != torch.bool:
-        bias = kernel_params.struct_layout("bias.cuh", "Bias")
+        bias = kernel_params.struct_layout("masks.cuh", "Bias")
         at = layout.fields["bias"].offset + bias.fields["blocks"].offset
     for lists, expected in (
         (None, (0, 0, 0, 0, 0)),

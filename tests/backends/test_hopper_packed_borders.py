@@ -19,7 +19,7 @@ static int2 make_int2(int x, int y) { return {x, y}; }
 static bool sorted_of[2];
 static int calls;
 static bool __syncthreads_and(bool) { return sorted_of[calls++ % 2]; }
-#include "packed.cu"
+#include "packed_ranges.cu"
 """
 RUN = """
 extern "C" void run(const int* q, const int* k, const int* lens, int2* ranges, int B, int Tq, int Tk, int left, int right, int positions) {

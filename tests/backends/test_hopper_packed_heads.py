@@ -59,7 +59,7 @@ PARTS = """
 #define BLOCK_M 128
 #define BLOCK_N 64
 static int atomicAdd(int*, int) { return 0; }
-#include "block_info.cuh"
+#include "tiles.cuh"
 struct Params { int B, Hq, Sq, Sk, section, m_blocks, tiles, window_left, window_right, *tile_counter, *kv_lens; };
 extern "C" void run(int t, Params* p, int* to) {
   Cursor at;
@@ -121,7 +121,7 @@ SEQUENCES = """
 #define BLOCK_M 128
 #define BLOCK_N 64
 static int atomicAdd(int*, int) { return 0; }
-#include "block_info.cuh"
+#include "tiles.cuh"
 struct Params {
   int B, Hq, Sq, Sk, section, tiles, window_left, window_right, *tile_counter, *kv_lens;
   struct { int* cu_seqlens_q; } pages;

@@ -34,16 +34,16 @@ def test_packed_fields_are_unpacked_by_name():
 
 
 @pytest.mark.parametrize(
-    "header, name",
+    "source, name",
     [
-        ("forward_params.cuh", "ForwardParams"),
-        ("backward_params.cuh", "BackwardParams"),
-        ("decode_params.cuh", "DecodeParams"),
-        ("mla_params.cuh", "MlaParams"),
+        ("forward_rows.cuh", "ForwardParams"),
+        ("backward_tiles.cuh", "BackwardParams"),
+        ("decode.cu", "DecodeParams"),
+        ("mla.cu", "MlaParams"),
     ],
 )
-def test_a_packer_of_all_fields_has_the_size_of_the_struct(header, name):
-    layout = kernel_params.struct_layout(header, name)
+def test_a_packer_of_all_fields_has_the_size_of_the_struct(source, name):
+    layout = kernel_params.struct_layout(source, name)
     assert layout.packer().size == layout.size
 
 
@@ -51,7 +51,7 @@ def test_a_program_holds_all_that_it_includes_and_asserts_its_layouts():
     defines = {"HEAD_DIM": 64, "VALUE_DIM": 64, "BLOCK_N": 64}
     program = compiler.program("forward", "forward", defines)
     names = dict(program.headers)
-    assert {"forward.cu", "forward_mainloop.cuh", "ptx.cuh", "wgmma.cuh"} <= names.keys()
+    assert {"forward.cu", "forward_rows.cuh", "ptx.cuh", "wgmma.cuh"} <= names.keys()
     assert "wgmma_scores_start" in names["wgmma.cuh"]
     assert "#define ENTRY_forward 1\n" in program.source
     assert "static_assert(__INTADDR__(&((ForwardParams*)0)->out) == 384);" in program.source

@@ -12,7 +12,11 @@ pytestmark = needs_compiler
 # Lane l has accumulator rows l / 4 and l / 4 + 8, of 256 columns, which are written one after the
 # other.
 CALL = """
-#include "partial_halves.cuh"
+#define ROWS 64
+#define VALUE_DIM 512
+#define RESCALE_THRESHOLD 8
+#define IS_BF16 1
+#include "split_keys.cuh"
 struct MlaParams {};
 PARTIAL_COLUMN
 static const float* rows;
@@ -37,7 +41,7 @@ extern "C" int column_of(int pair) { return partial_column(MlaParams(), pair); }
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    text = (SOURCES / "mla_params.cuh").read_text()
+    text = (SOURCES / "mla.cu").read_text()
     begin = text.index("DEVICE int partial_column(")
     column = text[begin : text.index("\n}\n", begin) + 3]
     folder = tmp_path_factory.mktemp("partial_halves")

@@ -165,7 +165,7 @@ def test_backward(name, backward_kernels):
 
 
 WALK = """
-#include "mask_blocks.cuh"
+#include "masks.cuh"
 static MaskBlocks blocks;
 static int position, last, bounded, count;
 static int* found;

@@ -166,7 +166,7 @@ def test_masks_reach_the_kernels(noted):
 
 
 def test_float_masks_are_read_in_place_where_rows_are_aligned(noted):
-    layout = struct_layout("bias.cuh", "Bias")
+    layout = struct_layout("masks.cuh", "Bias")
     at = dense_forward._PARAMS.fields["bias"].offset
     noted.read = lambda name, pointers: ctypes.string_at(
         ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[0], at + layout.size

@@ -82,7 +82,7 @@ struct DecodeParams {
   int B, Hkv, Sq, Sk, ranges_b, window_left, idle, group, width;
 };
 using Params = DecodeParams;
-#include "work_ranges.cuh"
+#include "split_keys.cuh"
 """
 LATENT = """
 #define HAS_KV_LENS 1
@@ -98,7 +98,7 @@ struct MlaParams {
   int B, items, width, Sk, tokens, heads;
 };
 using Params = MlaParams;
-#include "work_ranges.cuh"
+#include "split_keys.cuh"
 """
 Int, P = ctypes.c_int, ctypes.c_void_p
 
@@ -134,13 +134,18 @@ ROWS = np.dtype(
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work_ranges")
-    texts = ((SOURCES / f"{name}_params.cuh").read_text() for name in ("decode", "mla"))
-    decode, latent = (text[text.index("DEVICE int capacity_tiles(") :] for text in texts)
-    rest = '#include "combine.cuh"\n' + RUN + COMBINE
+    decode, latent = (partition((SOURCES / f"{name}.cu").read_text()) for name in ("decode", "mla"))
+    rest = RUN + COMBINE
     return {
         "decode": built(folder, "decode", DECODE + decode + rest),
         "latent": built(folder, "latent", LATENT + latent + rest),
     }
+
+
+def partition(text):
+    """How a kernel divides its work, from `capacity_tiles` to `partition_of`."""
+    last = text.index("DEVICE Partition partition_of(")
+    return text[text.index("DEVICE int capacity_tiles(") : text.index("\n}\n", last) + 3]
 
 
 def splits_of(kernel, params, ctas, limit):

@@ -6,6 +6,7 @@ names do not: they speak of calls alone.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import sys
@@ -24,11 +25,15 @@ from fa_ops.backends.hopper import (
     decode_configs,
     dense_backward,
     dense_forward,
+    dequantize,
     mla,
     quantize,
     quantized,
+    quantized_packed,
     scaled,
+    scaled_packed,
     split_kv,
+    tiling,
 )
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,8 +87,13 @@ class Configuration(NamedTuple):
 def configurations() -> Iterator[Configuration]:
     for kind, entries in BEFORE.items():
         yield Configuration(f"{kind} words", kind, entries, {})
+    for Dv, page in itertools.product((64, 128, 256), (0, 64)):
+        defines = scaled_packed.kernel_defines(Dv, page > 0)
+        kind = "scaled_packed"
+        yield Configuration(f"scaled packed Dv{Dv} page{page}", kind, (kind,), defines)
     for word, dtype in DTYPES.items():
         yield from _append(word, dtype)
+        yield from _conversions(word, dtype)
         for D, Dv in DIMS:
             yield from _forward(f"forward D{D}/{Dv} {word}", D, Dv, dtype)
             yield from _backward(f"backward D{D}/{Dv} {word}", D, Dv, dtype)
@@ -108,6 +118,15 @@ def _append(word: str, dtype: torch.dtype) -> Iterator[Configuration]:
         name = f"append {word}{rotation}{' e4m3' if cached == E4M3 else ''}"
         defines = append.kernel_defines(dtype, cached, angles)
         yield Configuration(name, "append", ("append",), defines)
+
+
+def _conversions(word: str, dtype: torch.dtype) -> Iterator[Configuration]:
+    defines = dequantize.kernel_defines(dtype)
+    yield Configuration(f"dequantize {word}", "dequantize", ("dequantize",), defines)
+    kind, bits = "forward_combine", int(dtype == torch.bfloat16)
+    for sinks in (0, 1):
+        defines = {"IS_BF16": bits, "HAS_SINKS": sinks, "MAX_SPLITS": tiling.MAX_SPLITS}
+        yield Configuration(f"merge {word}{' sinks' * sinks}", kind, (kind,), defines)
 
 
 def _wide(name: str, D: int, dtype: torch.dtype) -> Iterator[Configuration]:
@@ -139,11 +158,28 @@ def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configu
         yield one(word, config, features)
     for page in PAGES[1:]:
         yield one(f"page{page}", configs.forward_config(D, Dv, page=page), FEATURES["lengths"])
+    yield from _few_queries(one, D, Dv)
     for bits in (16, 32):
         yield one(f"bias{bits}", configs.forward_config(D, Dv, bits), CAUSAL)
     for bits in (0, 16, 32):
         config = configs.forward_config(D, Dv, bits, few_registers=True, skips_tiles=True)
         yield one(f"tiles bias{bits}", config, {"mask": bits == 0})
+
+
+def _few_queries(one, D: int, Dv: int) -> Iterator[Configuration]:
+    """Parts of the keys, the heads of a group in one tile, and packed sequences over pages."""
+    lengths = FEATURES["lengths"]
+    for heads, page in ((1, 0), (3, 0), (4, 0), (4, 16)):
+        config = configs.forward_config(D, Dv, page=page)
+        config = dataclasses.replace(config, packed_heads=heads)
+        label = f"parts heads{heads} page{page}"
+        yield one(label, config, lengths | {"splits": True})
+        if heads > 1:
+            yield one(f"heads{heads} page{page}", config, lengths)
+        if page:
+            config = dataclasses.replace(config, packs_queries=True)
+            yield one(f"sequences page{page}", config, lengths)
+            yield one(f"sequences parts page{page}", config, lengths | {"splits": True})
 
 
 def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:
@@ -200,6 +236,13 @@ def _quantized(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Confi
     config = configs.quantized_config(D, Dv)
     signs = quantized.kernel_defines(config, dtype, False, **CAUSAL, signs=True)
     yield Configuration(f"quantized {name} signs", "quantized", ("quantized",), signs)
+    for page in PAGES if dtype == torch.bfloat16 else ():
+        defines = quantized_packed.packed_defines(
+            quantized_packed.packed_config(D, Dv, page), **FEATURES["lengths" if page else "causal"]
+        )
+        yield Configuration(
+            f"quantized {name} sequences page{page}", "quantized", ("quantized",), defines
+        )
     heads = signs | quantized.kernel_defines(
         config, dtype, False, **CAUSAL, signs=True, head_scales=True
     )

@@ -18,7 +18,7 @@ from fa_ops.geometry import rows_are_aligned
 from fa_ops.types import ALIGNMENT
 
 ROWS, _COLUMNS = 64, 128  # of the widest tile that a kernel reads at once
-_FIELDS = struct_layout("bias.cuh", "Bias").packer("data")  # behind the tensor map
+_FIELDS = struct_layout("masks.cuh", "Bias").packer("data")  # behind the tensor map
 
 
 def bits_of(mask: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""`mask_blocks` as kernels read them: struct MaskBlocks of cuda/mask_blocks.cuh."""
+"""`mask_blocks` as kernels read them: struct MaskBlocks of cuda/masks.cuh."""
 
 from __future__ import annotations
 

@@ -53,6 +53,9 @@ _ENTRY_FILES = {
     ("backward", "wide_queries"): "backward_wide.cu",
     ("backward", "postprocess"): "backward_postprocess.cu",
     ("mask_gradient", "mask_gradient"): "backward_mask.cu",
+    ("packed", "packed_ranges"): "packed_ranges.cu",
+    ("scaled", "scaled"): "prepare_e4m3.cu",
+    ("scaled_packed", "scaled_packed"): "prepare_e4m3.cu",
 }
 
 

@@ -7,7 +7,7 @@ import functools
 
 _MASK_BYTES = 64 * 16 + 16  # of a consumer: a bit for each of its rows and 128 keys, two barriers
 _TILE_BYTES = 32  # of a tile that the backward's producer publishes
-_WORK_BYTES = 2 * 48 + 8  # two work items of cuda/block_info.cuh, and their alignment
+_WORK_BYTES = 2 * 48 + 8  # two work items of cuda/tiles.cuh, and their alignment
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
 
 

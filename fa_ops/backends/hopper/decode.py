@@ -33,7 +33,7 @@ from fa_ops.call import CACHED, CacheTensors, Call, Run
 from fa_ops.geometry import queries_of_kv_head
 from fa_ops.types import MAX_DECODING_QUERIES, Cache, Spec, scales_of
 
-_LAYOUT = struct_layout("decode_params.cuh", "DecodeParams")
+_LAYOUT = struct_layout("decode.cu", "DecodeParams")
 _SCALARS, _STRIDES = _LAYOUT.packer("B", "width"), _LAYOUT.packer("q_strides", "v_strides")
 # maps and addresses, the scalars, addresses, the strides
 _PARAMS = _LAYOUT.packer(packed=("B:width", "q_strides:v_strides"))

@@ -49,7 +49,7 @@ from fa_ops.geometry import rows_are_aligned
 from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Spec
 
 # maps and addresses; scalars and strides; a mask's bits, dropout, a bias
-_PARAMS = struct_layout("backward_params.cuh", "BackwardParams")
+_PARAMS = struct_layout("backward_tiles.cuh", "BackwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("q", "nonfinite"), _PARAMS.packer("B", "zeros")
 _BITS, _BITS_AT = _PARAMS.packer("by_key", "mask_block"), _PARAMS.fields["by_key"].offset
 _NO_BITS = (0,) * 5
@@ -57,8 +57,8 @@ _POSITIONS = _PARAMS.packer("positions", "positions")
 _DROPOUT_AT, _POSITIONS_AT, _BIAS_AT = (
     _PARAMS.fields[name].offset for name in ("dropout", "positions", "bias")
 )
-_LISTS = struct_layout("mask_blocks.cuh", "MaskBlocks").packer()
-_LISTS_AT = _BIAS_AT + struct_layout("bias.cuh", "Bias").fields["blocks"].offset
+_LISTS = struct_layout("masks.cuh", "MaskBlocks").packer()
+_LISTS_AT = _BIAS_AT + struct_layout("masks.cuh", "Bias").fields["blocks"].offset
 
 # addresses, then what all calls share
 _CLIP = kernel_layout("backward_preprocess.cu", "clip_ranges")
@@ -399,7 +399,7 @@ _plan = functools.lru_cache(maxsize=1024)(BackwardPlan)
 def _packed(
     packer: MaskPacker | None, mask: Tensor, stream: int
 ) -> tuple[Tensor | None, tuple[int, ...]]:
-    """The bits of a mask, and struct MaskBits of cuda/backward_params.cuh."""
+    """The bits of a mask, and struct MaskBits of cuda/backward_tiles.cuh."""
     if packer is None:
         return None, _NO_BITS
     bits = packer.run(stream, mask.data_ptr())

@@ -48,7 +48,7 @@ from fa_ops.geometry import rows_are_aligned
 from fa_ops.types import NO_TENSORS, DenseTensors, Spec
 
 # maps and addresses; strides and scalars; dropout, pages, a mask's lists, a bias
-_PARAMS = struct_layout("forward_params.cuh", "ForwardParams")
+_PARAMS = struct_layout("forward_rows.cuh", "ForwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("q", "v_rows"), _PARAMS.packer("q_strides", "mask_range")
 _OPTIONS = "dropout", "pages", "blocks", "positions", "bias"
 _PAGES, _BLOCKS, _POSITIONS = (_PARAMS.packer(name, name) for name in _OPTIONS[1:4])

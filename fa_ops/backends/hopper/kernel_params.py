@@ -98,9 +98,9 @@ class ParamsLayout:
 
 
 @functools.cache
-def struct_layout(header: str, name: str) -> ParamsLayout:
-    """The layout of a struct that a header declares, its methods left out."""
-    return ParamsLayout(_struct_text(_text(header), name))
+def struct_layout(source: str, name: str) -> ParamsLayout:
+    """The layout of a struct that a file declares, its methods left out."""
+    return ParamsLayout(_struct_text(_text(source), name))
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def _layout_of(kind: str) -> tuple[str, int, int]:
         return _TENSOR_MAP
     if kind in _SCALARS:
         return _SCALARS[kind]
-    layout = struct_layout(_declaring_header(kind), kind)
+    layout = struct_layout(_files_of_structs()[kind], kind)
     return layout.format, layout.size, layout.alignment
 
 
@@ -143,15 +143,11 @@ def _text(source: str) -> str:
     return (SOURCES / source).read_text()
 
 
-def _declaring_header(name: str) -> str:
-    return _headers_of_structs()[name]
-
-
 @functools.cache
-def _headers_of_structs() -> dict[str, str]:
-    """The header that declares each struct, by its name."""
+def _files_of_structs() -> dict[str, str]:
+    """The file that declares each struct that parameters have, by its name; headers come first."""
     found, declared = {}, re.compile(r"^struct (\w+) \{", re.M)
-    for path in SOURCES.glob("*.cuh"):
+    for path in (*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh")):
         found |= dict.fromkeys(declared.findall(_text(path.name)), path.name)
     return found
 
@@ -159,5 +155,5 @@ def _headers_of_structs() -> dict[str, str]:
 @functools.cache
 def _constant(name: str) -> int:
     declared = re.compile(rf"constexpr int {name} = (\d+);")
-    found = (declared.search(_text(path.name)) for path in SOURCES.glob("*_params.cuh"))
+    found = (declared.search(_text(path.name)) for path in SOURCES.glob("*.cuh"))
     return int(next(filter(None, found))[1])

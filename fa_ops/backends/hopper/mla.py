@@ -30,7 +30,7 @@ from fa_ops.geometry import values_in_keys
 from fa_ops.types import Cache, Spec
 
 HEAD_DIM, VALUE_DIM = MlaConfig.head_dim, MlaConfig.value_dim
-_LAYOUT = struct_layout("mla_params.cuh", "MlaParams")
+_LAYOUT = struct_layout("mla.cu", "MlaParams")
 _SCALARS, _STRIDES = _LAYOUT.packer("B", "scale_log2"), _LAYOUT.packer("q_strides", "k_strides")
 # maps and addresses, the scalars, addresses, the strides
 _PARAMS = _LAYOUT.packer(packed=("B:scale_log2", "q_strides:k_strides"))

@@ -26,7 +26,7 @@ from fa_ops.geometry import rows_are_aligned
 from fa_ops.types import DenseTensors, Packing, Spec
 
 _THREADS = 256
-_PARAMS = kernel_layout("packed.cu", "packed_ranges")
+_PARAMS = kernel_layout("packed_ranges.cu", "packed_ranges")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ THREADS = 256
 _CTAS = 4  # of those that find the largest values, on a multiprocessor
 _QUERY_ROWS = 16  # of a CTA's lanes: QUERY_UNITS * QUERY_STEPS of quantize.cu
 _KEY_STEPS = 4  # blocks of a CTA, in quantize.cu
-_PARAMS = struct_layout("quantize_params.cuh", "QuantizeParams")
+_PARAMS = struct_layout("quantize.cu", "QuantizeParams")
 ADDRESSES, SCALARS = _PARAMS.packer("q", "kv_lens"), _PARAMS.packer("q_strides")
 _ALIGNMENT = 256
 

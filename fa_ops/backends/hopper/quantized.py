@@ -34,7 +34,7 @@ from fa_ops.call import Call, QuantizedTensors, Run, general
 from fa_ops.geometry import rows_are_aligned
 from fa_ops.types import MAX_QUANTIZED_HEAD_DIM, Quantization, Spec, default_scale, dtype_name
 
-_PARAMS = struct_layout("quantized_params.cuh", "QuantizedParams")
+_PARAMS = struct_layout("quantized.cu", "QuantizedParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("out", "tile_counter"), _PARAMS.packer("B", "scale_log2")
 _NO_SEQUENCES = bytes(_PARAMS.size - _PARAMS.fields["pages"].offset)  # of packed calls alone
 E4M3 = torch.float8_e4m3fn

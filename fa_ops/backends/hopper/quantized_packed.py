@@ -42,7 +42,7 @@ from fa_ops.types import default_scale, dtype_name
 
 MAX_VALUE_BYTES = 1 << 32  # of the transposed values, for which each call allocates memory
 _PAGES = 16, 32  # keys, and multiples of 64: what copies of whole swizzle atoms bring
-_LAYOUT = struct_layout("quantized_params.cuh", "QuantizedParams")
+_LAYOUT = struct_layout("quantized.cu", "QuantizedParams")
 _PARAMS = _LAYOUT.packer(packed=("q:q", "k:k", "v:v", "B:scale_log2", "pages:pages"))
 _SCALARS = _LAYOUT.packer("B", "scale_log2")
 

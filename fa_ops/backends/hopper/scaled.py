@@ -15,7 +15,7 @@ from fa_ops.backends.hopper.quantize import THREADS, VALUE_BLOCK, Addresses, lan
 from fa_ops.call import QuantizedTensors
 from fa_ops.types import SCALE_BLOCK, Quantization
 
-_PARAMS = struct_layout("scaled_params.cuh", "ScaledParams")
+_PARAMS = struct_layout("prepare_e4m3.cu", "ScaledParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("v", "kv_lens"), _PARAMS.packer("v_strides")
 
 

@@ -16,10 +16,10 @@ from fa_ops.backends.hopper.launch import address, empty, kernel, one_parameter,
 from fa_ops.backends.hopper.quantize import THREADS, VALUE_BLOCK, Addresses, lanes, offsets_of
 from fa_ops.call import PackedQuantizedTensors
 
-_LAYOUT = struct_layout("scaled_packed_params.cuh", "ScaledPackedParams")
+_LAYOUT = struct_layout("prepare_e4m3.cu", "ScaledPackedParams")
 _SIZES = _LAYOUT.packer("v_strides")
 _PARAMS = _LAYOUT.packer(packed=("pages:pages", "v_strides:key_blocks"))
-_PAGES = struct_layout("paged_kv.cuh", "PageTable").packer()
+_PAGES = struct_layout("sequences.cuh", "PageTable").packer()
 
 
 class Sequences(NamedTuple):
@@ -32,7 +32,7 @@ class Sequences(NamedTuple):
 
     @property
     def key_blocks(self) -> int:
-        """Blocks of VALUE_BLOCK keys, as cuda/packed_keys.cuh counts them."""
+        """Blocks of VALUE_BLOCK keys, as cuda/prepare_e4m3.cu counts them."""
         if self.pages is not None:
             return self.count * -(-self.keys // VALUE_BLOCK)
         return self.keys // VALUE_BLOCK + self.count

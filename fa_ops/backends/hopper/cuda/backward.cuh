@@ -10,8 +10,7 @@
 // GRAD_STAGES KEY_SLOTS EXCHANGE_BYTES SHARED_BYTES IS_WIDE IS_PAIRED ADDS_DQ ALTERNATES WHOLE_HEADS
 // SPLITS_GROUP HAS_WINDOW HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
 #pragma once
-#include "backward_results.cuh"
-#include "named_barriers.cuh"
+#include "backward_tiles.cuh"
 #include "pipeline.cuh"
 
 constexpr int SCORES = BLOCK_M / 2;
@@ -23,9 +22,21 @@ constexpr u32 ROW_BYTES = BLOCK_M * 4, RANGE_BYTES = HAS_RANGES ? BLOCK_M * 8 : 
               SEED_BYTES = HAS_DROPOUT ? BLOCK_M * 4 : 0;
 constexpr u32 BIAS_BYTES = BLOCK_M * BLOCK_N * BIAS_BITS / 8;
 constexpr int CONSUMERS = IS_PAIRED ? 3 : 2;
-using Barrier = BackwardBarriers<CONSUMERS>;
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && !HAS_MASK),
               "swizzle atoms of queries; a mask's bits of 64");
+
+// The named barriers. Barrier 0 is that of __syncthreads.
+struct Barrier {
+  enum : u32 {
+    CONSUMER_SYNC = 1,                  // for all consumers
+    WARPGROUP = 2,                      // one per consumer, for its 128 threads
+    DS_STORED = WARPGROUP + CONSUMERS,  // dS of each consumer and buffer is in shared memory
+    ROW_SUMS = DS_STORED + 2 * CONSUMERS,  // row sums of the CTA's heads are in memory
+    K_READ = CONSUMER_SYNC,             // backward_keys.cu: no product reads K any more
+    V_READ = WARPGROUP + CONSUMERS,     // and none reads V
+    GRAD_OUT_READ = CONSUMER_SYNC,      // backward_pair.cu: no product reads dO any more
+  };
+};
 
 // Offsets in shared memory, in order.
 struct BackwardShared {

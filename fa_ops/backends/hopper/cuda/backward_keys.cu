@@ -41,7 +41,7 @@ struct ValueConsumer : KeyConsumerBase {
     float tanh_grad[SCORES];
     apply_softcap(s, tanh_grad);
     scores_to_weights(s, m, edge, slot_at<ROW_BYTES>(sm.lse, i), slot_at<RANGE_BYTES>(sm.ranges, i));
-    fence_async_shared();  // as in forward_scores.cuh
+    fence_async_shared();  // as in forward.cu
     mbar_arrive(barrier(sm.q_empty, i));
     pack_weights(w, s);
     multiply_by_softcap_grad(s, tanh_grad);

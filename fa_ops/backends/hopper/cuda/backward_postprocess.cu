@@ -1,6 +1,6 @@
 // After the products: converts fp32 sums in accumulator order to rows of the input type, one CTA per block:
 // dQ with ADDS_DQ, dK and dV with SPLITS_GROUP. Recomputes rows that are not finite.
-#include "recomputed_rows.cuh"
+#include "backward_rows.cuh"
 
 // The rows of a word of `nonfinite`.
 DEVICE void recompute_noted_rows(const BackwardParams& p, int note) {

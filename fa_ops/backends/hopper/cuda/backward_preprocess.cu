@@ -1,7 +1,6 @@
 // Before the products of the backward pass: delta, the LSE in log2 units, and the key ranges intersected with
 // all other masks.
-#include "backward_tiles.cuh"
-#include "row_sums.cuh"
+#include "backward_rows.cuh"
 
 #if ENTRY_preprocess
 // Also zeroes the tile counter and the sums. A CTA handles 64 rows of a head.

@@ -1,9 +1,63 @@
-// The blocks of queries that attend a block of keys in the backward pass, and the exponent of a weight.
+// What the backward kernels share: their parameters, the blocks of queries that attend a block of keys and
+// the blocks of keys that a block of queries attends, the exponent of a weight, and the stores of results.
 //
-// Compile-time: BLOCK_M BLOCK_N SPLITS_GROUP WHOLE_HEADS HAS_WINDOW HAS_RANGES HAS_MASK BIAS_BITS SKIPS_TILES
+// Compile-time: BLOCK_M BLOCK_N QUERY_BLOCK_N HEAD_FEATURES VALUE_FEATURES ADDS_DQ SPLITS_GROUP WHOLE_HEADS
+// HAS_WINDOW HAS_RANGES HAS_ALIBI HAS_MASK BIAS_BITS SKIPS_TILES
 #pragma once
-#include "backward_params.cuh"
-#include "seqlen_info.cuh"
+#include "dropout.cuh"
+#include "elements.cuh"
+#include "masks.cuh"
+#include "sequences.cuh"
+
+// fa_ops/backends/hopper/kernel_params.py reads these declarations.
+
+// A mask packed by mask.cu: strides in bytes, 0 for broadcast dimensions, and the offset of the key range in
+// a row.
+struct MaskBits {
+  const unsigned char* bits;
+  long long b, h, row, range;
+};
+
+// The tensors of a call, in the order of their maps.
+enum { Q, K, V, GRAD_OUT, DQ, DK, DV };
+constexpr int TENSORS = 7;
+
+struct BackwardParams {
+  TensorMap q, k, v, grad_out, dq, dk, dv;
+  Element* tensors[TENSORS];  // the tensors of the maps, for reads and writes of single rows
+  const Element* out;      // (B, Hq, Sq, Dv)
+  const float* saved_lse;  // of the forward pass, (B, Hq, Sq), natural, -inf for rows without keys
+  const float* grad_lse;   // the same shape, or null
+  float* lse;    // (B * Hq, padded Sq), in log2 units (natural with a bias), +inf for rows without keys
+  float* delta;  // the same shape
+  float* sums;         // dQ with ADDS_DQ: (B * Hq, m_blocks, BLOCK_M * SUM_FEATURES), accumulator order
+  int* counter;        // the number of tiles claimed by persistent CTAs beyond their first
+  const int* kv_lens;  // (B,) or null
+  const float* alibi;  // (B|1, Hq) or null
+  const int2* ranges;  // with key ranges: (B, Hq|1, padded Sq), from `clip_ranges`
+  const int4* bounds;  // with key ranges: (B, Hq|1, m_blocks), from `clip_ranges`
+  float* key_sums;     // sums of dK and dV with SPLITS_GROUP, see `key_sums_of`; or null
+  u32* nonfinite;      // flags for 16 rows of dK, dV or dQ each, see `note_at`
+  int B, Hq, Hkv, group, Sq, Sk;
+  int window_left, window_right;
+  int m_blocks, n_blocks, section, query_section, alibi_b, range_heads;
+  int parts, part_heads;  // parts of a group of query heads, and query heads per part
+  int D, Dv;
+  float scale;       // of the gradients of q and k
+  float tanh_scale;  // with a softcap: scale / softcap
+  float scale_log2;  // from score units to log2 units
+  float alibi_unit;
+  Strides strides[TENSORS], out_strides;
+  long long zeros;    // sums that `preprocess` clears, in units of 16 bytes
+  MaskBits by_key;    // with a mask: rows are keys
+  MaskBits by_query;  // with a mask, unless ADDS_DQ: rows are queries
+  int mask_block;     // bytes of a block of queries in `by_key`, 0 if queries share the mask
+  Dropout dropout;
+  const int2* positions;  // with ALiBi, of the queries, then the keys, of packed sequences: packed_ranges.cu
+#if BIAS_BITS || SKIPS_TILES
+  Bias bias;
+#endif
+};
 
 // A block of keys and one part of a group of query heads (`part` counts the parts of all groups), and the
 // range [first, last) of the query blocks that attend some of it.
@@ -115,4 +169,167 @@ DEVICE float exponent(const BackwardParams& p, float s, float lse) {
 #else
   return fmaf(s, p.scale_log2, -lse);
 #endif
+}
+
+// The queries of a block that attend a thread's keys, for transposed scores, whose rows are keys.
+
+// From the lengths and the window, for two keys that are 8 apart: the distance of `query` from the first
+// query that attends a key, and the number of queries that attend it.
+DEVICE void attending_queries(const BackwardParams& p, const KeyTile& t, int query, int key,
+                              int (&distance)[2], u32 (&count)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int j = t.n0 + key + 8 * r;
+    distance[r] = 0, count[r] = j < t.keys ? ~0u : 0;
+#if HAS_WINDOW
+    distance[r] = query + t.keys - p.Sq - j + p.window_right,
+    count[r] = min(count[r], (u32)p.window_left + (u32)p.window_right + 1);
+#endif
+  }
+}
+
+// Whether score element `i` of this thread is attended.
+DEVICE bool is_attended(int i, const int (&distance)[2], const u32 (&count)[2]) {
+  const int r = i >> 1 & 1;
+  return (u32)(distance[r] + column_offset(i)) < count[r];
+}
+
+// The keys that a block of 64 queries attends in the backward pass, in blocks of QUERY_BLOCK_N.
+
+constexpr int ROWS = 64;
+
+// The keys that some query of a block of 64 attends, and the keys that all of them attend.
+struct QueryBlockKeys {
+  int lo, hi, all_lo, all_hi;
+};
+
+// A block of 64 queries of a head.
+struct QueryBlock {
+  int m, h, b, keys;
+};
+
+DEVICE QueryBlockKeys keys_of_block(const BackwardParams& p, const QueryBlock& t) {
+  QueryBlockKeys s = {0, 0, 0, 0};
+  if (t.m >= p.m_blocks) return s;
+#if HAS_RANGES
+  const int4 x = p.bounds[range_row(p, t.h, t.b) * p.m_blocks + t.m];
+  s = {x.x, x.y, x.z, x.w};
+#else
+  s = {0, t.keys, 0, t.keys};
+#if HAS_WINDOW
+  const int first = t.m * ROWS + t.keys - p.Sq, last = min((t.m + 1) * ROWS, p.Sq) - 1 + t.keys - p.Sq;
+  s.lo = max(0, first - p.window_left), s.hi = min(t.keys, last + p.window_right + 1);
+  s.all_lo = max(0, last - p.window_left), s.all_hi = min(t.keys, first + p.window_right + 1);
+#endif
+#endif
+#if HAS_MASK
+  const int2 kept = kept_range<ROWS>(p.by_query, t.b, t.h, t.m * ROWS, p.Sq);
+  s.lo = max(s.lo, kept.x), s.hi = min(s.hi, kept.y);
+#endif
+  if (s.hi <= s.lo) s.lo = s.hi = 0;
+  return s;
+}
+
+// Blocks of keys [first, end).
+struct KeyBlocks {
+  int first, end;
+};
+
+#if SKIPS_TILES
+// Calls `visit` for each block of keys that overlaps a listed tile of these queries, with whether the mask
+// keeps all of it. Executed by whole warps.
+template <class Visit>
+DEVICE void for_each_listed_block(const BackwardParams& p, const QueryBlock& t, const KeyBlocks& n,
+                                  Visit visit) {
+  const TileList list = tile_list<true>(p.bias.blocks, t.b, t.h, t.m * ROWS);
+  for (int base = n.first; base < n.end; base += 32) {
+    ListedBlocks listed = listed_blocks<QUERY_BLOCK_N>(list, base);
+    if (n.end - base < 32) listed.some &= (1u << n.end - base) - 1;
+#pragma unroll 1
+    for (; listed.some; listed.some &= listed.some - 1) {
+      const int bit = __ffs(listed.some) - 1;
+      visit(base + bit, listed.full >> bit & 1);
+    }
+  }
+}
+#endif
+
+DEVICE KeyBlocks keys_of(const QueryBlockKeys& s) {
+  return {s.lo / QUERY_BLOCK_N, (s.hi + QUERY_BLOCK_N - 1) / QUERY_BLOCK_N};
+}
+
+// The results: fragments of gradients in shared memory, partial sums of a group of query heads, and flags for
+// rows that are not finite.
+
+// Stores a warpgroup's accumulator as 16-bit fragments: for each column of 64 features, 64 rows of 128
+// swizzled bytes.
+template <int COUNT> DEVICE void store_fragments(u32 at, const u32 (&x)[COUNT], u32 column_bytes) {
+  const int lane = threadIdx.x & 31, r = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4) {
+    const int col = i * 4 + ((lane >> 4) & 1) * 8;
+    const u32 to = at + (col >> 6) * column_bytes + r * 128 + ((((col & 63) >> 3) ^ (r & 7)) << 4);
+    if (i + 4 <= COUNT) stmatrix_x4(to, x[i], x[i + 1], x[i + 2], x[i + 3]);
+    else stmatrix_x2(to, x[i], x[i + 1]);  // eight columns; only the addresses of lanes 0 to 15 are used
+  }
+}
+
+constexpr int ROWS_PER_NOTE = 16;  // rows per word of `nonfinite`, as many as a warp holds
+
+// The number of words of `nonfinite` for dK, and for dV.
+DEVICE int key_notes(const BackwardParams& p) {
+  return SPLITS_GROUP ? 0 : p.B * p.Hkv * p.n_blocks * (BLOCK_N / ROWS_PER_NOTE);
+}
+
+// The word of `nonfinite` for the first 16 of 64 rows. `h` counts the heads of all batch rows, and a head has
+// `rows` rows including padding.
+DEVICE u32* note_at(const BackwardParams& p, int tensor, int h, int rows, int row) {
+  const int previous = tensor == DK ? 0 : tensor == DV ? key_notes(p) : 2 * key_notes(p);
+  return p.nonfinite + previous + (h * (rows / ROWS_PER_NOTE) + row / ROWS_PER_NOTE);
+}
+
+// 0 if all elements are finite, else NaN.
+template <int COUNT> DEVICE float probe(const float (&x)[COUNT]) {
+  float found[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) found[i % 4] = fmaf(x[i], 0.f, found[i % 4]);
+  return (found[0] + found[1]) + (found[2] + found[3]);
+}
+
+// Zeroes rows [from, to) of a tile of ROWS rows, since memory past the length of a batch row is arbitrary.
+// Executed by a warpgroup before its own products.
+template <int ROWS, int FEATURES> DEVICE void clear_rows(u32 tile, int from, int to, u32 barrier) {
+#pragma unroll 1
+  for (int i = from * 8 + (threadIdx.x & 127); i < to * 8; i += 128)
+#pragma unroll
+    for (int x = 0; x < FEATURES / 64; x++)
+      store_shared(tile + x * ROWS * 128 + i * 16, make_int4(0, 0, 0, 0));
+  fence_async_shared();
+  named_barrier_sync(barrier, 128);
+}
+
+constexpr int KEY_SUMS = BLOCK_N * (HEAD_FEATURES + VALUE_FEATURES);
+
+// The sums of a block of keys: dK, followed by dV, in the accumulator order of each consumer. With ADDS_DQ
+// all parts of a group add to the same sums, in no fixed order; otherwise each part has its own.
+DEVICE float* key_sums_of(const BackwardParams& p, const KeyTile& t) {
+  const int of = ADDS_DQ ? t.b * p.Hkv + key_head(p, t) : t.b * p.Hkv * p.parts + t.part;
+  return p.key_sums + ((long long)of * p.n_blocks + t.n0 / BLOCK_N) * KEY_SUMS;
+}
+
+// Adds elements [BEGIN, END) of a thread's accumulator to the sums that start at `to`.
+template <int BEGIN, int END, int COUNT> DEVICE void add_fragments(float* to, const float (&x)[COUNT]) {
+#pragma unroll
+  for (int i = BEGIN; i < END; i += 4) atomic_add(to + i * 128, x[i], x[i + 1], x[i + 2], x[i + 3]);
+}
+
+// Adds to the sums of the group, or writes those of a part.
+template <int COUNT> DEVICE void write_key_sums(float* to, const float (&x)[COUNT]) {
+  if (ADDS_DQ) {
+    add_fragments<0, COUNT>(to, x);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4)
+      *(float4*)(to + i * 128) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+  }
 }

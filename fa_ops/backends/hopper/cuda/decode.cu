@@ -1,22 +1,392 @@
 // Decoding for sm_90a, after Flash-Decoding: few queries against a long KV cache. A CTA attends the packed
-// queries of all heads that share a KV head (pack_gqa), at most ROWS rows. work_ranges.cuh divides the keys
-// among CTAs; combine.cuh merges the items that several CTAs share. One warp is the producer (or two, see
+// queries of all heads that share a KV head (pack_gqa), at most ROWS rows. split_keys.cuh divides the keys
+// among CTAs, and merges the items that several CTAs share. One warp is the producer (or two, see
 // gathered_keys.cuh) and copies as far ahead as the ring allows, across items. WARPS warps attend 16 keys of
 // each tile each, with their own running maxima and sums, which are reduced at the end of an item.
 //
+// One step of a warp, for tile j of a ring of STAGES. The warps do not wait for each other, so that the
+// products of one overlap with the exponentials of others.
+//
+//   tensor cores        | S(j) = Q.K(j)^T                            | O += P(j).V(j)
+//   CUDA cores      .....................| mask | max | exp2 | pack P(j)              (O is rescaled before,
+//   mbarriers       k_full(j)                           v_full(j)            kv_empty(j)   if the max rises)
+//
 // Compile-time: IS_BF16 IS_E4M3 HEAD_DIM VALUE_DIM STAGES WARPS ROWS SHARED_BYTES IS_PAGED COPY_KEYS
 // WHOLE_ROWS WHOLE_TILES HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_SCALES SHARES_TOKENS
-#include "combine.cuh"
-#if IS_E4M3
-#include "decode_e4m3.cuh"
-#else
-#include "decode_products.cuh"
-#endif
-#include "decode_scales.cuh"
-#include "exact_cache_row.cuh"
+constexpr int BLOCK_N = 16 * WARPS;  // keys per tile
+#include "elements.cuh"
 #include "gathered_keys.cuh"
-#include "named_barriers.cuh"
 #include "pipeline.cuh"
+#include "split_keys.cuh"
+
+constexpr int COPIES = BLOCK_N / COPY_KEYS;  // copies per tile
+#if IS_E4M3
+typedef E4m3 CacheElement;
+#else
+typedef Element CacheElement;
+#endif
+
+// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+struct DecodeParams {
+  TensorMap q, k, v;
+  Element* out;                       // (B, Sq, Hq, Dv)
+  float* lse;                         // (B, Hq, Sq)
+  float2* partial;                    // (2 * CTAs, ROWS, VALUE_DIM / 2), see split_keys.cuh
+  float2* partial_stats;              // (2 * CTAs, ROWS)
+  const int* kv_lens;                 // (B,) or null
+  const int* ranges;                  // (B|1, ranges_b) or null: begin and end of each batch row's keys
+  const int* table;                   // (B, table_stride) or null
+  const float* sinks;                 // (Hq,) or null
+  const float* alibi;                 // (B|1, Hq) or null
+  const float *k_scale, *v_scale;     // or null, as HAS_SCALES says
+  int B, Hq, Hkv, group, Sq, Sk, Dv;  // Sk: capacity of the cache
+  int idle;  // groups of CTAs without work in the last wave, if each processes whole items
+  int window_left, window_right, page, page_count, table_stride, alibi_b, ranges_b;
+  float tanh_scale, scale_log2, alibi_unit;
+  int D;
+  int width;  // CTAs per group, one for each kv head
+  const Element* q_rows;  // the tensors of the maps, for rows that are attended exactly
+  const CacheElement *k_rows, *v_rows;
+  Strides q_strides, k_strides, v_strides;
+};
+
+DEVICE int capacity_tiles(const DecodeParams& p) { return ceil_div(p.Sk, BLOCK_N); }
+DEVICE int whole_tiles(const DecodeParams&) { return WHOLE_TILES; }
+DEVICE BatchRow batch_row(const DecodeParams& p, int b) {
+  BatchRow r;
+  r.keys = keys_of(p, b), r.begin = max(0, r.keys - p.Sq - p.window_left), r.end = r.keys;
+#if HAS_RANGES
+  r.begin = max(r.begin, p.ranges[b * p.ranges_b]), r.end = max(min(r.end, p.ranges[b * p.ranges_b + 1]), 0);
+#endif
+  r.begin = min(r.begin, r.end), r.first = r.begin / BLOCK_N;
+  r.count = max(1, (r.end + BLOCK_N - 1) / BLOCK_N - r.first);
+  return r;
+}
+
+// If the heads of a token are adjacent in memory, the CTAs of a group attend the same tokens at about the
+// same time, each for one head.
+DEVICE int group_width(const DecodeParams& p) { return SHARES_TOKENS ? p.width : 1; }
+DEVICE int items_per_row(const DecodeParams& p) { return (u32)p.Hkv / (u32)group_width(p); }
+DEVICE int kv_head(const DecodeParams& p, const Split& t) {
+  return SHARES_TOKENS ? t.item * p.width + blockIdx.x % (u32)p.width : t.item;
+}
+DEVICE int packed_rows(const DecodeParams& p) { return p.group * p.Sq; }
+DEVICE int stats_per_row(const DecodeParams&) { return 1; }
+DEVICE int partial_column(const DecodeParams&, int pair) { return pair * 2; }
+
+// Whole items, if all have the same length and no CTA gets more than one tile beyond its share: then nothing
+// needs merging. Otherwise single tiles.
+DEVICE Partition partition_of(const DecodeParams& p, int total, int shortest, int longest) {
+  const int groups = gridDim.x / (u32)group_width(p);
+  if (shortest == longest && (long long)p.idle * longest <= groups) return whole_items(p);
+  return {groups, total};
+}
+
+// The scales of e4m3 keys and values. HAS_SCALES is 0 without scales, 1 for (B, Hkv), 2 for (pages, Hkv), and
+// 3 for scales of tokens: (pages, page, Hkv) or (B, Hkv, Sk).
+
+// Whether a tile has a scale for each token, also where the 16 keys of a warp may be in several pages.
+#define SCALES_TOKENS (HAS_SCALES == 3 || (HAS_SCALES == 2 && COPY_KEYS < 16))
+
+// The scales of a batch row, for one KV head.
+struct RowScales {
+#if HAS_SCALES == 1
+  float key, value;
+
+  DEVICE static RowScales of(const DecodeParams& p, int b, int h) {
+    const int at = b * p.Hkv + h;
+    return {p.k_scale ? p.k_scale[at] : 1.f, p.v_scale ? p.v_scale[at] : 1.f};
+  }
+  DEVICE static RowScales from_bits(int key, int value) {
+    return {__int_as_float(key), __int_as_float(value)};
+  }
+#else
+  static constexpr float key = 1.f, value = 1.f;
+
+  DEVICE static RowScales of(const DecodeParams&, int, int) { return {}; }
+  DEVICE static RowScales from_bits(int, int) { return {}; }
+#endif
+};
+
+// The scales of a tile in shared memory: those of the keys (one per copy or token), then those of the values.
+constexpr bool HAS_TILE_SCALES = HAS_SCALES >= 2;
+constexpr int TILE_SCALES = SCALES_TOKENS ? BLOCK_N : HAS_SCALES == 2 ? COPIES : 0;
+constexpr u32 SCALES_BYTES = TILE_SCALES * 8;
+
+// The index of a token's scale: token `key` of batch row `b`, or token `slot` of a page.
+DEVICE long long scale_at(const DecodeParams& p, int b, int h, int page, int slot, int key) {
+  if (HAS_SCALES == 2) return (long long)page * p.Hkv + h;
+  if (IS_PAGED) return ((long long)page * p.page + slot) * p.Hkv + h;
+  return ((long long)b * p.Hkv + h) * p.Sk + key;
+}
+
+// Copies COUNT scales of a tile, from scale `begin` on; those of keys that are not attended become 0.
+// Executed by one warp. `page_of(i)` returns the page of this lane's scale among 32 from `begin + i` on, or
+// -1.
+template <int COUNT, class PageOf>
+DEVICE void copy_tile_scales(const DecodeParams& p, u32 to, int b, int h, int tile, int begin, KeyRange keys,
+                             PageOf page_of) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int base = 0; base < COUNT; base += 32) {
+    const int i = begin + base + lane, key = tile * BLOCK_N + (SCALES_TOKENS ? i : i * COPY_KEYS);
+    const int own_page = page_of(base);
+    if (base + lane >= COUNT) continue;
+    bool is_there = !IS_PAGED || own_page >= 0;
+    if (SCALES_TOKENS) is_there = is_there && key >= keys.begin && key < keys.end;
+    const long long at = is_there ? scale_at(p, b, h, own_page, IS_PAGED ? key % p.page : 0, key) : 0;
+    if (p.k_scale) copy_word(to + i * 4, p.k_scale + at, is_there);
+    if (p.v_scale) copy_word(to + (TILE_SCALES + i) * 4, p.v_scale + at, is_there);
+  }
+}
+
+// The scales of a lane's keys among the 16 of its warp, two in each half. In the product with values of scale
+// v, which is in 16 bits, a weight is 2^(score + log2 |v|) relative to a reference near the row's largest
+// such power. The sum of weights does not contain scales.
+struct TileScales {
+#if SCALES_TOKENS
+  float2 keys[2], values[2];
+
+  DEVICE static TileScales of(const DecodeParams& p, u32 at, int first) {
+    TileScales s;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const u32 own = at + (first + j * 8 + (threadIdx.x & 3) * 2) * 4;
+      s.keys[j] = p.k_scale ? load_shared<float2>(own) : make_float2(1.f, 1.f);
+      s.values[j] = p.v_scale ? load_shared<float2>(own + TILE_SCALES * 4) : make_float2(1.f, 1.f);
+    }
+    return s;
+  }
+  DEVICE float key(int j, int i) const { return i ? keys[j].y : keys[j].x; }
+  DEVICE float value(int j, int i) const { return i ? values[j].y : values[j].x; }
+#elif HAS_SCALES == 2
+  float of_keys, of_values;
+
+  DEVICE static TileScales of(const DecodeParams& p, u32 at, int first) {
+    const u32 own = at + first / COPY_KEYS * 4;
+    return {p.k_scale ? load_shared<float>(own) : 1.f,
+            p.v_scale ? load_shared<float>(own + TILE_SCALES * 4) : 1.f};
+  }
+  DEVICE float key(int, int) const { return of_keys; }
+  DEVICE float value(int, int) const { return of_values; }
+#else
+  DEVICE static TileScales of(const DecodeParams&, u32, int) { return {}; }
+  DEVICE float key(int, int) const { return 1.f; }
+  DEVICE float value(int, int) const { return 1.f; }
+#endif
+
+  DEVICE float log2_size(int j, int i) const {
+    return HAS_TILE_SCALES ? log2_fast(fabsf(value(j, i))) : 0.f;
+  }
+  // The sign bits of two packed weights.
+  DEVICE u32 signs(int j) const {
+    return HAS_TILE_SCALES ? (value(j, 0) < 0.f ? 0x8000u : 0u) | (value(j, 1) < 0.f ? 0x80000000u : 0u) : 0u;
+  }
+};
+
+#if !IS_E4M3
+// The products with 16-bit keys and values, which `ldmatrix` loads as operands.
+
+// Keys or values in shared memory: columns of 128 bytes, or whole rows.
+template <int DIM> struct CacheTile {
+  static constexpr int FEATURES = 64, COLUMNS = DIM / FEATURES;  // features per column
+  static constexpr u32 COLUMN_BYTES = 128, BYTES = BLOCK_N * COLUMNS * COLUMN_BYTES;
+
+  // The swizzled address of 16 bytes, in memory order if rows are copied whole. Eight rows then share half as
+  // many banks, which costs less than reading the halves of a row from memory separately.
+  DEVICE static u32 at(u32 base, int row, int chunk) {
+    if (!WHOLE_ROWS) return swizzled(base, BLOCK_N, row, chunk);
+    const int line = row * COLUMNS + (chunk >> 3);
+    return base + line * 128 + (((chunk & 7) ^ (line & 7)) << 4);
+  }
+};
+
+// The queries of a warp.
+struct Queries {
+  u32 q[HEAD_DIM / 16][4];
+
+  DEVICE void load(u32 at) {
+    const int lane = threadIdx.x & 31, matrix = lane >> 3, row = ((lane & 7) + (matrix & 1) * 8) % ROWS;
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM / 16; d++)
+      ldmatrix_x4<false>(q[d], swizzled(at, ROWS, row, 2 * d + (matrix >> 1)));
+  }
+
+  // Accumulates the products with 16 keys from row `first` of a tile on, as [keys / 8][halves of the sum, to
+  // shorten dependency chains].
+  DEVICE void multiply(float (&s)[2][2][4], u32 tile, int first) const {
+    const int lane = threadIdx.x & 31, matrix = lane >> 3, row = first + (lane & 7) + (matrix >> 1) * 8;
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM / 16; d++) {
+      u32 k[4];
+      ldmatrix_x4<false>(k, CacheTile<HEAD_DIM>::at(tile, row, 2 * d + (matrix & 1)));
+      mma(s[0][d & 1], q[d], k[0], k[1]), mma(s[1][d & 1], q[d], k[2], k[3]);
+    }
+  }
+
+  // The products of row lane / 4 + 8 * r, in units of query times key.
+  DEVICE float product(float x, int) const { return x; }
+  DEVICE void scale(float, int) {}
+};
+
+DEVICE u32 pack_weights(float low, float high) { return pack(low, high); }
+
+// A warp's sums of weighted values, for rows lane / 4 and lane / 4 + 8.
+struct Sums {
+  float o[VALUE_DIM / 8][4];
+
+  // Accumulates 16 values from row `first` of a tile on. `keep` masks eight of them each.
+  DEVICE void add(const u32 (&w)[4], u32 tile, int first, const u32 (&keep)[2]) {
+    const int lane = threadIdx.x & 31, matrix = lane >> 3, row = first + (lane & 7) + (matrix & 1) * 8;
+#pragma unroll
+    for (int i = 0; i < VALUE_DIM / 16; i++) {
+      u32 v[4];
+      ldmatrix_x4<true>(v, CacheTile<VALUE_DIM>::at(tile, row, 2 * i + (matrix >> 1)));
+      mma(o[2 * i], w, v[0] & keep[0], v[1] & keep[1]), mma(o[2 * i + 1], w, v[2] & keep[0], v[3] & keep[1]);
+    }
+  }
+
+  // Stores row lane / 4 + 8 * r at an address, whose columns are swizzled by this number.
+  DEVICE void store(u32 at, int swizzle, int r) const {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < VALUE_DIM / 8; i++)
+      store_shared(at + ((i * 8 + (lane & 3) * 2) ^ swizzle) * 4, make_float2(o[i][2 * r], o[i][2 * r + 1]));
+  }
+};
+#else
+// The products with e4m3 keys and values, which are converted to float16 exactly. `ldmatrix`
+// moves pairs of bytes, so the numbers of a pair are neighbouring features of a key or, after a
+// transposition, of a value. The queries are permuted to the order in which lanes hold the features of keys,
+// and the columns of the accumulators are permuted likewise.
+
+// Keys or values in shared memory: columns of 128 bytes, or one of 64, with a swizzle of the same width.
+template <int DIM> struct CacheTile {
+  static constexpr int FEATURES = DIM == 64 ? 64 : 128, COLUMNS = (DIM + FEATURES - 1) / FEATURES;
+  static constexpr u32 COLUMN_BYTES = FEATURES, BYTES = BLOCK_N * COLUMNS * COLUMN_BYTES;
+
+  // The address of 16 bytes.
+  DEVICE static u32 at(u32 base, int row, int chunk) {
+    if (DIM == 64) return base + row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
+    return swizzled(base, BLOCK_N, row, chunk);
+  }
+};
+
+// The queries of a warp. For rows l / 4 and l / 4 + 8, lane l holds features 16 d + 4 (l % 4) to 16 d + 4 (l
+// % 4) + 3 of each 16, which match the bytes of key l / 4 that `ldmatrix` returns. float16 cannot represent
+// every bfloat16 number, so each row is scaled by a power of two that brings its largest element into [2^14,
+// 2^15).
+struct Queries {
+  u32 q[HEAD_DIM / 16][4];
+  float unit[2];  // for rows lane / 4 and lane / 4 + 8
+
+  DEVICE void load(u32 at) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      unit[r] = 1.f;
+#pragma unroll
+      for (int d = 0; d < HEAD_DIM / 16; d++) {
+        if (r < ROWS / 8) {
+          const int row = (lane >> 2) + 8 * r, chunk = 2 * d + (lane >> 1 & 1);
+          const int2 x = load_shared<int2>(swizzled(at, ROWS, row, chunk) + (lane & 1) * 8);
+          q[d][r] = x.x, q[d][2 + r] = x.y;
+        }
+      }
+#if IS_BF16
+      if (r < ROWS / 8) to_float16(r);
+#endif
+    }
+    if (ROWS == 8)
+#pragma unroll
+      for (int d = 0; d < HEAD_DIM / 16; d++) q[d][1] = q[d][3] = any_number();
+  }
+
+  DEVICE void to_float16(int r) {
+    float largest = 0.f;
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM / 16; d++)
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const float2 x = unpack(q[d][i + r]);
+        largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+      }
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    const int exponent = max(__float_as_int(largest) >> 23, 15);  // so that neither factor is 0 or infinite
+    const float factor = __int_as_float((268 - exponent) << 23);
+    unit[r] = __int_as_float((exponent - 14) << 23);
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM / 16; d++)
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const float2 x = unpack(q[d][i + r]);
+        q[d][i + r] = pack_f16(x.x * factor, x.y * factor);
+      }
+  }
+
+  // Accumulates the products with 16 keys from row `first` of a tile on, as [keys / 8][halves of the sum, to
+  // shorten dependency chains].
+  DEVICE void multiply(float (&s)[2][2][4], u32 tile, int first) const {
+    const int lane = threadIdx.x & 31, matrix = lane >> 3, row = first + (lane & 7) + (matrix >> 1) * 8;
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM / 16; d += 2) {
+      u32 k[4];
+      ldmatrix_x4<false>(k, CacheTile<HEAD_DIM>::at(tile, row, d + (matrix & 1)));
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        u32 low, high;
+        unpack_e4m3(k[i], low, high);
+        mma_f16(s[i >> 1][i & 1], q[d + (i & 1)], low, high);
+      }
+    }
+  }
+
+  // The products of row lane / 4 + 8 * r, in units of query times key.
+  DEVICE float product(float x, int r) const { return x * unit[r]; }
+  DEVICE void scale(float factor, int r) { unit[r] *= factor; }
+};
+
+DEVICE u32 pack_weights(float low, float high) { return pack_f16(low, high); }
+
+// A warp's sums of weighted values, for rows lane / 4 and lane / 4 + 8. Tile 2 i holds the even columns of
+// 16, tile 2 i + 1 the odd ones.
+struct Sums {
+  float o[VALUE_DIM / 8][4];
+
+  // Accumulates 16 values from row `first` of a tile on. `keep` masks eight of them each.
+  DEVICE void add(const u32 (&w)[4], u32 tile, int first, const u32 (&keep)[2]) {
+    const int lane = threadIdx.x & 31, matrix = lane >> 3, row = first + (lane & 7) + (matrix & 1) * 8;
+#pragma unroll
+    for (int i = 0; i < VALUE_DIM / 16; i += 2) {
+      u32 v[4];
+      ldmatrix_x4<true>(v, CacheTile<VALUE_DIM>::at(tile, row, i + (matrix >> 1)));
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        u32 even[2], odd[2];  // for keys 0 to 7, and for keys 8 to 15
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          unpack_e4m3(__byte_perm(v[2 * j + half] & keep[half], 0, 0x3120), even[half], odd[half]);
+        mma_f16(o[2 * (i + j)], w, even[0], even[1]), mma_f16(o[2 * (i + j) + 1], w, odd[0], odd[1]);
+      }
+    }
+  }
+
+  // Stores row lane / 4 + 8 * r at an address, whose columns are swizzled by this number.
+  DEVICE void store(u32 at, int swizzle, int r) const {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < VALUE_DIM / 8; i += 2)
+      store_shared(at + ((i * 8 + (lane & 3) * 4) ^ swizzle) * 4,
+                   make_float4(o[i][2 * r], o[i + 1][2 * r], o[i][2 * r + 1], o[i + 1][2 * r + 1]));
+  }
+};
+#endif
+
+// The named barriers. Barrier 0 is that of __syncthreads.
+struct Barrier {
+  enum : u32 { CONSUMERS = 1 };  // for all attention warps
+};
 
 constexpr int ITEMS = 2;  // the number of items whose queries are in shared memory
 constexpr u32 K_BYTES = CacheTile<HEAD_DIM>::BYTES, V_BYTES = CacheTile<VALUE_DIM>::BYTES,
@@ -431,7 +801,7 @@ struct DecodeConsumer {
     if (key + 16 > t.end) keep[0] = below(t.end - own_key), keep[1] = below(t.end - own_key - 8);
     if (key < t.begin) keep[0] &= ~below(t.begin - own_key), keep[1] &= ~below(t.begin - own_key - 8);
     sums.add(w, slot_at<V_BYTES>(sm.v, stage), warp * 16, keep);
-    fence_async_shared();  // as in forward_scores.cuh
+    fence_async_shared();  // as in forward.cu
     __syncwarp();
     if (lane == 0) mbar_arrive(barrier(sm.kv_empty, stage));
     kv.next();
@@ -455,7 +825,7 @@ struct DecodeConsumer {
       if (HAS_TILE_SCALES) rescale(r, exp2_fast(reference[r]));
       sums.store(sums_at(warp, row), swizzle(row), r);
     }
-    named_barrier_sync(DECODE_CONSUMERS, 32 * WARPS);
+    named_barrier_sync(Barrier::CONSUMERS, 32 * WARPS);
   }
 
   DEVICE void finish(const DecodeSplit& t) {
@@ -492,7 +862,7 @@ struct DecodeConsumer {
 #pragma unroll 1
       for (int i = tid; i < packed_rows(p) * (VALUE_DIM / 2); i += 32 * WARPS)
         replace_columns(p, t, i / (VALUE_DIM / 2), i % (VALUE_DIM / 2) * 2);
-    named_barrier_sync(DECODE_CONSUMERS, 32 * WARPS);  // all sums have been read
+    named_barrier_sync(Barrier::CONSUMERS, 32 * WARPS);  // all sums have been read
   }
 
   DEVICE void run() {

@@ -2,7 +2,7 @@
 // CTA converts some tokens of a batch row for all KV heads. In the result the pages of a batch row are
 // consecutive; its page table marks which of them exist.
 #include "elements.cuh"
-#include "seqlen_info.cuh"
+#include "sequences.cuh"
 
 constexpr int TOKENS = 16, THREADS = 256;  // per CTA; a page has a multiple of 16 tokens
 

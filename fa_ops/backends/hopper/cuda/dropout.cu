@@ -1,8 +1,8 @@
 // Writes the dropout seed of every query row, which the other kernels read. In a packed batch, where each
 // head has one row per token, the seed is adjusted so that columns count from the first key of the token's
 // sequence. One thread per row.
-#include "cu_seqlens.cuh"
 #include "dropout.cuh"
+#include "sequences.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
     row_seeds(const u64* seed, const int* cu_seqlens_q, const int* cu_seqlens_k, u32* row_seeds,

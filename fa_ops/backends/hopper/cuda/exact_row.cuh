@@ -71,3 +71,28 @@ DEVICE bool attend_exactly(const Row& row, int column, int columns, ExactColumns
   result = {row_max, sum, x};
   return true;
 }
+
+// The keys and values of one batch row of a KV cache, for a Row that derives from it.
+template <class Params> struct ExactCacheRow {
+  const Params& p;
+  const int b;
+
+#if IS_PAGED
+  DEVICE int page_of(int key) const { return p.table[(long long)b * p.table_stride + key / p.page]; }
+  DEVICE bool attends(int key) const { return (u32)page_of(key) < (u32)p.page_count; }
+#else
+  DEVICE bool attends(int) const { return true; }
+#endif
+
+  // Returns the page (or this batch row) that holds a key, and replaces `key` by its token within the page.
+  // For a page that does not exist, an arbitrary valid page is returned.
+  DEVICE int find(int& key) const {
+    int from = b;
+#if IS_PAGED
+    from = min(max(page_of(key), 0), p.page_count - 1), key %= p.page;
+#endif
+    return from;
+  }
+
+  DEVICE float weight(int, float x) const { return x; }
+};

@@ -14,7 +14,6 @@
 // Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM KEY_SLOTS VALUE_SLOTS PACKED_HEADS
 // RESCALE_THRESHOLD SHARED_BYTES HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SINKS
 #include "forward_rows.cuh"
-#include "named_barriers.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
@@ -22,6 +21,16 @@ constexpr int QK_COLUMNS = HEAD_DIM / 64, HALF = VALUE_DIM / 128;  // columns of
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 4;
 constexpr u32 COLUMN_BYTES = 64 * 128, HALF_BYTES = HALF * COLUMN_BYTES;
 constexpr int CTA_KEYS = BLOCK_N / 2;  // keys of a block that each CTA of the cluster copies
+
+// The named barriers. Barrier 0 is that of __syncthreads.
+struct Barrier {
+  enum : u32 {
+    WARPGROUP = 1,  // one per consumer, for its 128 threads
+    SUMS = 3,       // the row sums of both consumers are in shared memory
+    SCORES = 4,     // consumer w waits at SCORES + w until the other has issued its scores
+  };
+};
+
 static_assert(BLOCK_M == 128 && BLOCK_N == 64 && PACKED_HEADS == 1, "64 rows of a CTA, and 64 keys");
 
 // Offsets in shared memory, in order. Barriers have one mbarrier for each slot.
@@ -209,7 +218,7 @@ struct WideConsumer {
 #pragma unroll
       for (int x = 0; x < HALF; x++) store_shared(values + x * COLUMN_BYTES + i * 16, make_int4(0, 0, 0, 0));
     fence_async_shared();
-    named_barrier_sync(WIDE_WARPGROUP + w, 128);
+    named_barrier_sync(Barrier::WARPGROUP + w, 128);
   }
 
   DEVICE void own_value_product(int j) {
@@ -273,9 +282,9 @@ struct WideConsumer {
   // its own scores become weights. The products of scores are issued in order, also because the parity of a
   // slot's phase is only meaningful once the previous keys have arrived in it.
   DEVICE void step(int j) {
-    if (j > 0) named_barrier_sync(WIDE_SCORES + w, 256);
+    if (j > 0) named_barrier_sync(Barrier::SCORES + w, 256);
     score_product();
-    if (j + 1 < work.steps()) named_barrier_arrive(WIDE_SCORES + 1 - w, 256);
+    if (j + 1 < work.steps()) named_barrier_arrive(Barrier::SCORES + 1 - w, 256);
     const u32 last = last_key_slot();
     advance_keys(QK_COLUMNS);  // the keys of the other consumer's block
     if (j > 0) begin_other_step(j - 1), wgmma_wait<1>();
@@ -322,7 +331,7 @@ struct WideConsumer {
     softmax.reduce_sums();
     const u32 own = sm.sums + (w * 64 + row) * 4, other = sm.sums + ((1 - w) * 64 + row) * 4;
     if ((lane & 3) == 0) store_shared(own, softmax.sum0), store_shared(own + 32, softmax.sum1);
-    named_barrier_sync(WIDE_SUMS, 256);
+    named_barrier_sync(Barrier::SUMS, 256);
     softmax.sum0 += load_shared<float>(other), softmax.sum1 += load_shared<float>(other + 32);
   }
 

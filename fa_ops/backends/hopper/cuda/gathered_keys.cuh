@@ -4,7 +4,7 @@
 // each lane of two warps, which have half of a tile's keys each.
 #pragma once
 #include "elements.cuh"
-#include "seqlen_info.cuh"
+#include "sequences.cuh"
 
 #define GATHERS_KEYS (COPY_KEYS == 1)
 constexpr u32 PAGES_BYTES = GATHERS_KEYS ? BLOCK_N / 8 : 4;  // one bit for each key or copy that has a page

@@ -1,7 +1,5 @@
 // A backward consumer with transposed scores, whose rows are keys: masks, dropout, and weights.
 #pragma once
-#include "alibi.cuh"
-#include "attending_queries.cuh"
 #include "backward.cuh"
 #include "wgmma.cuh"
 
@@ -121,7 +119,7 @@ struct KeyConsumerBase {
     } else {
       mbar_wait(sm.bias_full, bias.phase);
       add_bias_tile<true>(s, sm.bias, first, p.bias.unit);
-      fence_async_shared();  // as in forward_scores.cuh
+      fence_async_shared();  // as in forward.cu
       mbar_arrive(sm.bias_empty);
       bias.next();
     }

@@ -5,18 +5,86 @@
 // warpgroup 1 of those in the second, and each passes its weights to the other through the key features that
 // are not values. Both share one running max per row, which is passed from tile to tile, so that their sums
 // agree. The halves of a buffer are released and filled separately, and read column by column as they arrive.
-// work_ranges.cuh divides the keys among CTAs; combine.cuh merges the items that several CTAs share.
+// split_keys.cuh divides the keys among CTAs, and merges the items that several CTAs share.
+//
+// One step of both consumers, over time: tile j is in buffer 0 and tile j + 1 in buffer 1. O' and O" are the
+// halves of the output. Each product with values reads the half of a tile's columns that belongs to its
+// warpgroup, which it then releases.
+//
+//   warpgroup 0     | S(j) | weights P(j), max | O' += P(j).V'(j)        | O' += P(j + 1).V'(j + 1)
+//   passed                            P(j), max |           ^ P(j + 1), max
+//   warpgroup 1     | S(j + 1)                 | O" += P(j).V"(j)  | O" += P(j + 1).V"(j + 1)
+//                              | weights P(j + 1) during that product
 //
 // Compile-time: IS_BF16 HEAD_DIM VALUE_DIM BLOCK_N ROWS SHARED_BYTES RESCALE_THRESHOLD SCALES_DIFFERENCES
 // IS_PAGED COPY_KEYS HAS_KV_LENS
-#include "combine.cuh"
-#include "exact_cache_row.cuh"
+#include "elements.cuh"
 #include "gathered_keys.cuh"
-#include "mla_params.cuh"
-#include "named_barriers.cuh"
-#include "partial_halves.cuh"
 #include "pipeline.cuh"
+#include "split_keys.cuh"
 #include "wgmma.cuh"
+
+// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+struct MlaParams {
+  TensorMap q, k;
+  Element* out;                    // (B, Sq, Hq, VALUE_DIM)
+  float* lse;                      // (B, Hq, Sq)
+  u32* partial;                    // (2 * CTAs, ROWS, VALUE_DIM / 2) pairs of float16, see split_keys.cuh
+  float2* partial_stats;           // (2 * CTAs, ROWS, 2), for each consumer's half of the values
+  const int* kv_lens;              // (B,) or null
+  const int* table;                // (B, table_stride) or null
+  int B, Hq, Sq, Sk;               // Sk: capacity of the cache
+  int tokens, heads, head_blocks;  // queries and heads per block of rows, and blocks of heads
+  int width, items;                // blocks of rows per CTA group, and CTA groups per batch row
+  int window_right, page, page_count, table_stride;
+  float scale_log2;
+  const Element *q_rows, *k_rows;  // the tensors of the maps, for rows that are attended exactly
+  Strides q_strides, k_strides;
+};
+
+DEVICE int capacity_tiles(const MlaParams& p) { return ceil_div(p.Sk, BLOCK_N); }
+DEVICE BatchRow batch_row(const MlaParams& p, int b) {
+  const int keys = keys_of(p, b);
+  return {keys, 0, keys, 0, max(1, (int)((u32)(keys + BLOCK_N - 1) / BLOCK_N))};
+}
+DEVICE int items_per_row(const MlaParams& p) { return p.items; }
+DEVICE int group_width(const MlaParams& p) { return p.width; }
+DEVICE int packed_rows(const MlaParams& p) { return p.tokens * p.heads; }
+DEVICE int stats_per_row(const MlaParams&) { return 2; }
+// A lane holds pairs of columns that are 8 apart, and writes four at a time.
+DEVICE int partial_column(const MlaParams&, int pair) {
+  return (pair >> 4) * 32 + (pair & 3) * 8 + (pair >> 2 & 3) * 2;
+}
+// The number of tiles that are attended in the time in which the results of a split are written.
+DEVICE int tiles_per_write(const MlaParams& p) { return (packed_rows(p) + 32) / 64; }
+DEVICE int whole_tiles(const MlaParams& p) { return 2 + 2 * tiles_per_write(p); }
+
+// A range of n tiles takes the time of n tiles. It cuts a batch row of N tiles into N / n splits, each of
+// which is written and merged in about 0.05 of a tile's time. The sum is least for n = sqrt(0.05 N).
+//
+// If all items have the same length, each is whole or cut in the same way where that makes no range much
+// longer. No CTA then has parts of two items; to write the partial results of 64 rows takes longer than to
+// attend a tile. Whole items spare two such writes, and merging, which takes as long as another tile.
+DEVICE Partition partition_of(const MlaParams& p, int total, int shortest, int longest) {
+  const int least = max(1, (int)sqrtf(0.05f * (float)longest)),
+            groups = max(1, (int)min(gridDim.x / (u32)p.width, (u32)total / (u32)least)),
+            items = p.B * p.items, share = ceil_div(total, groups), write = tiles_per_write(p);
+  if (items == 1 || shortest != longest) return {groups, total};
+  if (ceil_div(items, groups) * longest <= share + 2 * write + 1) return {groups, items, true};
+  if (groups >= items) {
+    const int grain = ceil_div(longest, (u32)groups / (u32)items), splits = ceil_div(longest, grain);
+    if (grain <= share + write) return {items * splits, total, false, longest, splits, grain};
+  }
+  return {groups, total};
+}
+
+// The named barriers. Barrier 0 is that of __syncthreads.
+struct Barrier {
+  enum : u32 {
+    WARPGROUP = 1,  // one per consumer, for its 128 threads
+    SUMS = 3,       // the row sums of each consumer are in shared memory
+  };
+};
 
 constexpr int QK_COLUMNS = HEAD_DIM / 64,
               HALF = VALUE_DIM / 128;  // columns of 64 features: of a key, of half a value
@@ -381,7 +449,7 @@ struct MlaConsumer {
       for (int x = 0; x < HALF; x++)
         store_shared(sm.tile(stage) + (w * HALF + x) * COLUMN_BYTES + i * 16, make_int4(0, 0, 0, 0));
     fence_async_shared();
-    named_barrier_sync(MLA_WARPGROUP + w, 128);
+    named_barrier_sync(Barrier::WARPGROUP + w, 128);
   }
 
   // Attends a tile whose scores the other warpgroup computes.
@@ -503,13 +571,13 @@ struct MlaConsumer {
     const u32 of_rows = sm.sums + (parity * 2 * ROWS + row) * 4, own = of_rows + w * ROWS * 4,
               other = of_rows + (1 - w) * ROWS * 4;
     if ((lane & 3) == 0) store_shared(own, softmax.sum0), store_shared(own + 32, softmax.sum1);
-    named_barrier_arrive(MLA_SUMS + w, 256);
+    named_barrier_arrive(Barrier::SUMS + w, 256);
     int exponents[2];
     if (t.splits > 1) {
       exponents[0] = partial_exponent<0>(o), exponents[1] = partial_exponent<1>(o);
       write_partial(t, exponents);
     }
-    named_barrier_sync(MLA_SUMS + 1 - w, 256);
+    named_barrier_sync(Barrier::SUMS + 1 - w, 256);
     const float maxima[2] = {softmax.max0 * p.scale_log2, softmax.max1 * p.scale_log2};
     const float sums[2] = {softmax.sum0 + load_shared<float>(other),
                            softmax.sum1 + load_shared<float>(other + 32)};

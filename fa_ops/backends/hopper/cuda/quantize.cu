@@ -8,10 +8,26 @@
 // still in the L2.
 //
 // Compile-time: IS_BF16 IS_INT8 HEAD_LANES VALUE_LANES ROTATED_BITS
-#include "quantize_params.cuh"
+#include "eight_bit.cuh"
+#include "elements.cuh"
 
-#include "quantized_numbers.cuh"
-#include "transposed_values.cuh"
+// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+struct QuantizeParams {
+  const Element *q, *k, *v;
+  // q8 may be null: not written
+  unsigned char *q8, *k8, *v8;  // (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Dv, 128 blocks of keys)
+  float *q_scale, *k_scale, *v_scale;  // (B, Hq, Sq), (B, Hkv, 2 blocks of keys), (B, Hkv, Dv)
+  float* offset;                       // (B, Hq, Sq), or null: not computed
+  float* mean;                         // (B, Hkv, D), or null: not subtracted
+  u32* largest;                        // (B, Hkv, Dv): bits of the largest |v|, 0 at launch
+  int *largest_found, *means_found;    // (B, Hkv): the number of CTAs that have finished a head, 0 at launch
+  const int* kv_lens;                  // (B,) or null
+  Strides q_strides, k_strides, v_strides;
+  int B, Hq, group, Sq, Sk, D, Dv;
+  int parts;       // CTAs that share the values of a head
+  float scale;     // of the scores
+  float rotation;  // factor of rotated features
+};
 
 constexpr int SCALE_BLOCK = 64, MEAN_KEYS = 1024;
 constexpr int ROWS = THREADS / HEAD_LANES;  // that a CTA reads at once

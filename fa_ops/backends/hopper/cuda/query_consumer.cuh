@@ -1,9 +1,7 @@
 // The backward consumer that computes dQ for 64 queries. Scores and their gradients are recomputed with one
 // row per query, and the gradients are the register operand of the product for dQ.
 #pragma once
-#include "alibi.cuh"
 #include "backward.cuh"
-#include "query_blocks.cuh"
 #include "wgmma.cuh"
 
 constexpr int ROW_SCORES = QUERY_BLOCK_N / 2;

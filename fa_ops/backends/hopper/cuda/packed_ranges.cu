@@ -2,7 +2,7 @@
 // outside every sequence attends nothing. Behind the ranges it writes, of the first `positions` queries and
 // keys, what ALiBi depends on: the distance from a query's index to that of the key at its position, and the
 // sequence.
-#include "cu_seqlens.cuh"
+#include "sequences.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
     packed_ranges(const int* cu_seqlens_q, const int* cu_seqlens_k, const int* kv_lens, int2* ranges,
