@@ -3,6 +3,15 @@
 // accumulates dV, the other computes dP and accumulates dK. The first passes the weights, in fp32, to the
 // second through two buffers of shared memory (one with a bias). Both the weights and their gradients leave
 // the accumulators as the register operand of the next product.
+//
+// One step of both consumers, over time, for block m of the queries. The last product of a step runs until
+// the scores of the next one are there.
+//
+//   values      | S(m) = K.Q^T   | P(m), to the keys' consumer             | dV += P(m).dO(m)
+//   keys        | dP(m) = V.dO^T |       | dS(m) = P (dP - delta)          | dK += dS(m).Q(m)
+//   mbarriers   q_full  do_full   weights_full    weights_empty, do_empty    q_empty
+//
+// Compile-time: what backward.cuh has
 #include "key_consumer.cuh"
 
 constexpr u32 WEIGHTS_BYTES = BLOCK_M * BLOCK_N * 4;

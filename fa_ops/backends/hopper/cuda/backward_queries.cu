@@ -6,6 +6,13 @@
 // waited for `preprocess`. The last CTA waits for backward_keys.cu, so that this kernel does not end before
 // it: `postprocess` waits for this kernel only.
 //
+// One step of a consumer, over time, for block j of the keys. The last product of a step runs until the
+// gradients of the next one's weights are there.
+//
+//   tensor cores   | dP = dO.V(j)^T | S = Q.K(j)^T   |                          | dQ += dS.K(j)
+//   CUDA cores     .................| dropout hashes | dS = exp2(S - LSE) (dP - delta)
+//   mbarriers      full, of V(j)   release K(j - 1)   full, of K(j)   release V(j)
+//
 // Compile-time: QUERY_BLOCK_N QUERY_STAGES QUERY_SHARED_BYTES, beside what backward.cuh has
 #include "query_consumer.cuh"
 

@@ -7,14 +7,12 @@
 // agree. The halves of a buffer are released and filled separately, and read column by column as they arrive.
 // split_keys.cuh divides the keys among CTAs, and merges the items that several CTAs share.
 //
-// One step of both consumers, over time: tile j is in buffer 0 and tile j + 1 in buffer 1. O' and O" are the
-// halves of the output. Each product with values reads the half of a tile's columns that belongs to its
-// warpgroup, which it then releases.
+// One step of both consumers, over time: warpgroup 0 computes the scores of tile j, warpgroup 1 those of tile
+// j + 1. Each product with values reads the columns that belong to its warpgroup, and then releases them.
 //
-//   warpgroup 0     | S(j) | weights P(j), max | O' += P(j).V'(j)        | O' += P(j + 1).V'(j + 1)
-//   passed                            P(j), max |           ^ P(j + 1), max
-//   warpgroup 1     | S(j + 1)                 | O" += P(j).V"(j)  | O" += P(j + 1).V"(j + 1)
-//                              | weights P(j + 1) during that product
+//   warpgroup 0   | S(j) | softmax, P(j) to 1 | O += P(j).V(j)             | O += P(j + 1).V(j + 1)
+//   warpgroup 1   | S(j + 1)                  | O += P(j).V(j)             | O += P(j + 1).V(j + 1)
+//                                             | softmax, P(j + 1) to 0     |
 //
 // Compile-time: IS_BF16 HEAD_DIM VALUE_DIM BLOCK_N ROWS SHARED_BYTES RESCALE_THRESHOLD SCALES_DIFFERENCES
 // IS_PAGED COPY_KEYS HAS_KV_LENS
