@@ -5,24 +5,24 @@ import random
 
 import pytest
 
-from tests.backends.cuda_as_cpp import SOURCES, built, needs_compiler
+from tests.backends.cuda_as_cpp import built, needs_compiler
 
 ROWS = """
-#include "ptx.cuh"
 #define BLOCK_M 128
-static int atomicAdd(int*, int) {{ return 0; }}
-struct ForwardParams {{ int B, Hq, section, m_blocks, *tile_counter; }};
-{source}
-extern "C" void run(int t, ForwardParams* p, int* to) {{
+#define BLOCK_N 64
+static int atomicAdd(int*, int) { return 0; }
+#include "tiles.cuh"
+struct ForwardParams { int B, Hq, section, m_blocks, *tile_counter; };
+extern "C" void run(int t, ForwardParams* p, int* to) {
   Cursor at;
   const Tile tile = tile_at(*p, t, at);
   to[0] = tile.b;
-  for (int i = 0; i < BLOCK_M; i++) {{
+  for (int i = 0; i < BLOCK_M; i++) {
     const int row = tile.m0 + i;
     to[1 + 2 * i] = row % 64 < CONSUMER_ROWS ? query_of(row) : -1;
     to[2 + 2 * i] = tile.h + packed_head(row);
-  }}
-}}
+  }
+}
 """
 
 
@@ -35,11 +35,9 @@ class Params(ctypes.Structure):
 @needs_compiler
 @pytest.mark.parametrize("heads, Hq", [(1, 6), (2, 4), (4, 8), (3, 6), (7, 14), (5, 10), (16, 32)])
 def test_every_query_of_every_head_has_a_row(heads, Hq, tmp_path):
-    text = (SOURCES / "tile_scheduler.cuh").read_text()
-    source = text[text.index("struct Tile {") :]
     macros = f"#define PACKED_HEADS {heads}\n#define HAS_WINDOW {heads % 2}\n"
-    macros += "#define HAS_RANGES 0\n#define HAS_MASK 0\n#define IS_BF16 1\n"
-    run = built(tmp_path, "rows", macros + ROWS.format(source=source)).run
+    macros += "#define HAS_RANGES 0\n#define HAS_MASK 0\n#define HAS_LEFT 0\n"
+    run = built(tmp_path, "rows", macros + ROWS).run
     B, Sq, per_tile = 3, 77, 2 * (64 // heads)
     m_blocks = -(-Sq // per_tile)
     params, found = Params(B, Hq, 2, m_blocks, None), (ctypes.c_int * 257)()
