@@ -84,7 +84,7 @@ extern "C" const char* run(u16** data, const int* n, float* lse, const float* sl
 
 @dataclasses.dataclass
 class Batch:
-    """A packed batch: tensors (H, T, D), the keys of each query, and what packed_ranges.cu writes."""
+    """A packed batch: tensors (H, T, D), each query's keys, and what `packed_ranges.cu` writes."""
 
     is_causal: bool
     seed: int
