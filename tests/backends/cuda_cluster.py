@@ -262,6 +262,8 @@ static u32 descriptor_base(u32 address, u32 leading) {
   if (address >> 18) error = "a descriptor's address holds a rank";
   return address >> 4 | leading >> 4 << 16;
 }
+static u32 cluster_descriptor(u32 address, u32 leading) { return descriptor_base(address & 0x3FFFF, leading); }
+static int cta_rank() { return blockIdx.x & 1; }
 static float operand(u32 base, int offset, bool is_transposed, int i, int k) {
   const u32 start = ((base & 0x3FFF) << 4) + offset, leading = base >> 16 << 4;
   const u32 byte = is_transposed ? start + i / 64 * leading + k * 128 + i % 64 * 2 : start + i * 128 + k * 2;

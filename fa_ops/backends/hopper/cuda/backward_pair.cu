@@ -44,8 +44,6 @@ static_assert(!(HAS_MASK || HAS_DROPOUT || HAS_SOFTCAP || BIAS_BITS), "what regi
 
 enum PairWarpgroup { VALUES, KEYS, QUERIES };  // by which named barriers are counted
 
-DEVICE int cta_rank() { return blockIdx.x & 1; }  // in its cluster
-
 // The block of keys of this CTA's cluster. Each warpgroup finds it: what all of them hold at once would leave
 // the registers of the one that has the fewest.
 DEVICE KeyTile pair_tile(const BackwardParams& p) {
@@ -91,9 +89,6 @@ DEVICE void init_pair_barriers(const BackwardShared& sm) {
   mbar_init(ds_full(sm), 1), mbar_init(ds_empty(sm), 4 * 2);
   mbar_init_fence();
 }
-
-// In a cluster, shared memory addresses contain the rank of the CTA, for which a descriptor has no bits.
-DEVICE u32 pair_descriptor(u32 address, u32 leading) { return descriptor_base(address & 0x3FFFF, leading); }
 
 // The producer.
 
@@ -177,7 +172,7 @@ struct PairConsumer : KeyConsumerBase {
   // rejects a product that needs more registers than the initial number per thread of a CTA of 512 threads.
   template <int X> DEVICE void half_product(float (&d)[GRADS], const u32 (&a)[SCORES / 2], u32 queries) {
     wgmma_fence();
-    wgmma_half_grads((float (&)[GRADS / 2])d[X * (GRADS / 2)], a, pair_descriptor(queries, COLUMN_BYTES));
+    wgmma_half_grads((float (&)[GRADS / 2])d[X * (GRADS / 2)], a, cluster_descriptor(queries, COLUMN_BYTES));
   }
 
   // Rows of this CTA's keys from a batch row's length on, or of the other's.
@@ -205,7 +200,7 @@ struct PairValueConsumer : PairConsumer {
     const u32 q_full = barrier(sm.q_full, i()), q_empty = barrier(sm.q_empty, i());
     mbar_wait(q_full, phase());
     wgmma_fence();
-    wgmma_scores_start(s, pair_descriptor(sm.k, 16), pair_descriptor(slot_at<Q_BYTES>(sm.q, i()), 16));
+    wgmma_scores_start(s, cluster_descriptor(sm.k, 16), cluster_descriptor(slot_at<Q_BYTES>(sm.q, i()), 16));
     wgmma_commit();
     wgmma_wait<2>();  // for dV of the last block, by halves
     if (blocks > 0) mbar_arrive(grad_half(-2).empty);
@@ -281,11 +276,11 @@ struct PairKeyConsumer : PairConsumer {
     const GradHalf front = grad_half(0), back = grad_half(1);
     mbar_wait(front.full, front.phase);
     wgmma_fence();
-    wgmma_value_scores_start(dp, pair_descriptor(sm.v, 16), pair_descriptor(front.at, 16));
+    wgmma_value_scores_start(dp, cluster_descriptor(sm.v, 16), cluster_descriptor(front.at, 16));
     mbar_wait(back.full, back.phase);
     wgmma_fence();
     const u32 v = sm.v + HALF / 64 * COLUMN_BYTES;
-    wgmma_value_scores(dp, pair_descriptor(v, 16), pair_descriptor(back.at, 16));
+    wgmma_value_scores(dp, cluster_descriptor(v, 16), cluster_descriptor(back.at, 16));
     wgmma_commit();
     wgmma_wait<0>();
     fence_operand(dp);
@@ -347,10 +342,10 @@ struct PairQueryConsumer : PairConsumer {
       const u32 own = sm.k + (cta_rank() * (HALF / 64) + x) * COLUMN_BYTES;
       const u32 others = other_keys(sm) + x * COLUMN_BYTES;
       wgmma_fence();
-      wgmma_queries_start(dq, pair_descriptor(ds_at(sm, false), DS_BYTES),
-                          pair_descriptor(own, COLUMN_BYTES));
-      wgmma_queries(dq, pair_descriptor(ds_at(sm, true), DS_BYTES),
-                    pair_descriptor(others, COLUMN_BYTES));
+      wgmma_queries_start(dq, cluster_descriptor(ds_at(sm, false), DS_BYTES),
+                          cluster_descriptor(own, COLUMN_BYTES));
+      wgmma_queries(dq, cluster_descriptor(ds_at(sm, true), DS_BYTES),
+                    cluster_descriptor(others, COLUMN_BYTES));
       wgmma_commit();
       wgmma_wait<0>();
       fence_operand(dq);

@@ -47,9 +47,6 @@ static_assert(HEAD_DIM == VALUE_DIM && HEAD_FEATURES == HEAD_DIM && COLUMNS % 4 
 static_assert(!ADDS_DQ, "nothing is added in memory");
 static_assert(!(HAS_MASK || HAS_DROPOUT || HAS_SOFTCAP || HAS_ALIBI || BIAS_BITS), "not in this kernel");
 
-// The rank of a CTA in its cluster: 0 computes weights, 1 their gradients.
-DEVICE int cta_rank() { return blockIdx.x & 1; }
-
 // Offsets in shared memory, in order. Data with several slots has as many mbarriers.
 struct WideShared {
   u32 resident;  // the cluster's own tokens, K or V, or Q or dO: the half that is not in registers
@@ -154,11 +151,6 @@ struct WideWork {
 
 constexpr int SCORES = TOKENS / 2, GRADIENTS = HEAD_DIM / 8;  // accumulator registers of a thread
 constexpr bool VALUES_HAVE_GRADIENT = !OF_QUERIES;            // computed in CTA 1
-
-// In a cluster, shared memory addresses contain the rank of the CTA, for which a descriptor has no bits.
-DEVICE u32 cluster_descriptor(u32 address, u32 leading) {
-  return descriptor_base(address & 0x3FFFF, leading);
-}
 
 struct WideRole {
   const BackwardParams& p;

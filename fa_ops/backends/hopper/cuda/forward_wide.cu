@@ -86,17 +86,12 @@ struct WideWork {
 
 DEVICE WideWork work_of(const ForwardParams& p) {
   WideWork work;
-  work.rank = blockIdx.x & 1;
+  work.rank = cta_rank();
   Cursor at;
   work.tile = tile_at(p, blockIdx.x >> 1, at);
   work.keys = keys_of(p, work.tile.b);
   work.n = blocks_of(p, work.tile, work.keys);
   return work;
-}
-
-// In a cluster, shared memory addresses contain the rank of the CTA, for which a descriptor has no bits.
-DEVICE u32 cluster_descriptor(u32 address, u32 leading) {
-  return descriptor_base(address & 0x3FFFF, leading);
 }
 
 // Executed by one thread.

@@ -256,6 +256,14 @@ DEVICE void atomic_add(float* to, float a, float b, float c, float d) {
 DEVICE u32 descriptor_base(u32 address, u32 leading) { return (address >> 4) | ((leading >> 4) << 16); }
 constexpr u32 DESCRIPTOR_HIGH = 1u << 30 | 1024 >> 4;
 
+// In a cluster, shared memory addresses contain the rank of the CTA, for which a descriptor has no bits.
+DEVICE u32 cluster_descriptor(u32 address, u32 leading) {
+  return descriptor_base(address & 0x3FFFF, leading);
+}
+
+// The rank of a CTA in a cluster of two.
+DEVICE int cta_rank() { return blockIdx.x & 1; }
+
 // Marks a value as equal in all lanes, so that the compiler keeps it in a uniform register. Descriptors made
 // from other registers cost two more instructions per product, on its critical path.
 DEVICE int warp_uniform(int x) { return __shfl_sync(~0u, x, 0); }
