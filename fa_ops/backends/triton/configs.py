@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -109,3 +110,32 @@ _QUANTIZED = {
     "Hopper": dict.fromkeys((64, 128, 256), Tile(64, 64, 8, 3)),
     "Blackwell": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 3), 256: Tile(64, 64, 8, 3)},
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortTile(Tile):
+    """The tile of a kernel that loops over the batch, see `short_rows`."""
+
+    per_sm: int = 4  # programs for each multiprocessor
+
+    def chunks(self, batch: int, programs: int, multiprocessors: int) -> int:
+        """The number of parts of the batch, of `programs` programs each; equal ones if possible."""
+        parts = max(1, min(batch, multiprocessors * self.per_sm // programs))
+        return -(-batch // -(-batch // parts))
+
+
+@functools.cache
+def short_forward_tile(arch: int, Sq: int, Sk: int, head_dim: int) -> ShortTile:
+    """The tile that holds whole rows of Sk keys."""
+    keys = padded(Sk)
+    rows = 128 if keys == 128 and Sq > 64 else min(64, padded(Sq))
+    warps = 8 if rows * keys > 64 * 64 else 4
+    stages = 2 if keys * max(32, padded(head_dim)) <= 64 * 64 else 1
+    return ShortTile(rows, keys, warps, stages, per_sm=8 if keys <= 64 else 4)
+
+
+@functools.cache
+def short_backward_tile(arch: int, Sq: int, Sk: int, head_dim: int) -> ShortTile:
+    """The tile that holds all queries and keys of a head, in at least 32 rows each."""
+    rows, keys = max(32, padded(Sq)), max(32, padded(Sk))
+    return ShortTile(rows, keys, 4, 2 if head_dim <= 32 else 1, per_sm=4)

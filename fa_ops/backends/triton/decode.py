@@ -40,6 +40,7 @@ from fa_ops.backends.triton.launch import (
     bind,
     empty,
     interpreter_error,
+    multiprocessors,
 )
 from fa_ops.call import Call, Run
 from fa_ops.types import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec, dtype_name, scales_of
@@ -193,7 +194,7 @@ def _bind(
     plan = _plan(q, memory, kind, mode, group * Sq)
     tile = plan.tile
     if mode == "stream":
-        splits = programs = _multiprocessors(device) * tile.per_sm
+        splits = programs = multiprocessors(device) * tile.per_sm
         slots = 2 * splits
     else:
         splits = max(1, -(-capacity // FIXED_KEYS)) if mode == "fixed" else splits
@@ -270,7 +271,7 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Split
     aligned, wide = bits % ALIGNMENT == 0, max(memory.strides) >= 1 << 31
     shared = k.data_ptr() == v.data_ptr() and memory.strides[:3] == memory.strides[3:]
     shared = shared and Dv <= min(D, _main(D))
-    sms = _multiprocessors(q.get_device())
+    sms = multiprocessors(q.get_device())
     apart = q.shape[2] > 1 and (kind.left or kind.right)  # rows may attend different keys
     light = B * memory.Hkv * -(-rows // 32) * memory.capacity <= LIGHT_KEYS * sms
     chunk = next((c for c in _CHUNKS if c >= B), _CHUNKS[-1])
@@ -346,10 +347,3 @@ def constants(
 def _main(D: int) -> int:
     """Columns of the first product q.k; a second one adds the others if D > 256."""
     return padded(D) if D <= 256 else 1 << (D.bit_length() - 1)
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    if device < 0:
-        return 4  # the interpreter: enough to split rows
-    return torch.cuda.get_device_properties(device).multi_processor_count

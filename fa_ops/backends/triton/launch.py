@@ -8,6 +8,7 @@ plain arguments and never part of a key.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -132,6 +133,14 @@ def architecture(device: torch.device) -> int:
         return 80
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """The number of multiprocessors of the CUDA device of that index."""
+    if device < 0:
+        return 4  # the interpreter: enough to divide work
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def interpreter_error(q: Tensor) -> str | None:

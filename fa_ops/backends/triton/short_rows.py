@@ -1,0 +1,415 @@
+"""Attention of short rows with a bias, such as windows of an image, whose batch is large.
+
+A program owns a block of queries of a head, holds the bias of all keys in registers if the batch
+shares it, and loops over the batch. A row of scores fits a tile, so that nothing is accumulated
+over keys. In the backward pass a program has all queries and keys of a head: one pass computes the
+gradients of query, key and value, and the gradient of the bias is added in registers; each program
+stores one partial sum.
+
+Rows that the loop cannot compute, see `forward_kernel`, are found in the stored results behind it,
+and recomputed exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_ops.backends.triton.alignment import aligned, narrowed, needs_copies, scaled
+from fa_ops.backends.triton.arguments import Class, Layout, arguments, padded
+from fa_ops.backends.triton.backward import (
+    _laid_out_as,
+    _layout,
+    _restored,
+    _rows_contiguous,
+    _strides,
+    _written_like,
+)
+from fa_ops.backends.triton.backward_kernels import ROW_UNIT, exact_size, row_capacity
+from fa_ops.backends.triton.backward_key_kernel import key_value_grad_block
+from fa_ops.backends.triton.backward_query_kernel import query_grad_block
+from fa_ops.backends.triton.configs import ShortTile, short_backward_tile, short_forward_tile
+from fa_ops.backends.triton.forward_kernel import EXACT_KEYS, EXACT_ROWS, attend_block
+from fa_ops.backends.triton.launch import (
+    Launch,
+    architecture,
+    bind,
+    empty,
+    multiprocessors,
+)
+from fa_ops.backends.triton.primitives import (
+    LN2,
+    LOG2E,
+    has_nonfinite,
+    load_rows,
+    natural,
+    store_tile,
+)
+from fa_ops.types import Gradients, Spec
+
+
+@triton.jit
+def load_bias(
+    bias, i, Sq, Sk, stride_q, stride_k, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The bias of rows i (M, 1) in units of log2: -inf beyond Sk, 0 beyond Sq."""
+    j = tl.arange(0, BLOCK_N)[None, :]
+    x = tl.load(bias + i * stride_q + j * stride_k, mask=(i < Sq) & (j < Sk), other=0.0)
+    return tl.where(j < Sk, x.to(tl.float32) * LOG2E, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["batch", "Sq", "Sk", "chunks"])
+def short_forward_kernel(
+    q, k, v, out, lse,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
+    batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32, chunks: tl.int32,
+    scale: tl.float32,
+    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q, mask_stride_k,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Attention of one block of rows of a head, for rows chunk, chunk + chunks, ... of the batch.
+
+    Tensors as in `forward_kernel`; a row has at most BLOCK_N keys. SHARED: mask_stride_b is 0. The
+    grid is cdiv(Sq, BLOCK_M) * Hq * chunks.
+    """
+    blocks = tl.cdiv(Sq, BLOCK_M)
+    m0 = tl.program_id(0) % blocks * BLOCK_M
+    h = tl.program_id(0) // blocks % Hq
+    chunk = tl.program_id(0) // blocks // Hq
+    q_head = q + h * q_stride_h + tl.cast(m0, tl.int64) * q_stride_s
+    k_head = k + h // group * k_stride_h
+    v_head = v + h // group * v_stride_h
+    mask_head = mask + h * mask_stride_h
+    rows = m0 + tl.arange(0, BLOCK_M)
+    if SHARED:
+        bias = load_bias(mask_head, rows[:, None], Sq, Sk, mask_stride_q, mask_stride_k, BLOCK_N)
+    # not 0 where a row must be recomputed
+    failed = tl.zeros([BLOCK_M], tl.float32)
+    for b in tl.range(chunk, batch, chunks):
+        qt = load_rows(
+            q_head + b * q_stride_b, q_stride_s, None, Sq - m0, D, BLOCK_M, BLOCK_D, True,
+            D == BLOCK_D,
+        )  # fmt: skip
+        kt = load_rows(
+            k_head + b * k_stride_b, k_stride_s, None, Sk, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D
+        )
+        vt = load_rows(
+            v_head + b * v_stride_b, v_stride_s, None, Sk, Dv, BLOCK_N, BLOCK_DV, True,
+            Dv == BLOCK_DV,
+        )  # fmt: skip
+        if not SHARED:
+            bias = load_bias(
+                mask_head + b * mask_stride_b, rows[:, None], Sq, Sk, mask_stride_q, mask_stride_k,
+                BLOCK_N,
+            )  # fmt: skip
+        s = tl.dot(qt, tl.trans(kt)) * scale + bias
+        m = tl.max(s, 1)
+        base = tl.where(m == float("-inf"), 0.0, m)
+        p = tl.exp2(s - base[:, None])
+        den = tl.sum(p, 1)
+        acc = tl.dot(p.to(vt.dtype), vt)
+        acc *= tl.where(den == 0.0, 0.0, 1.0 / den)[:, None]
+        failed += tl.where((m == float("-inf")) & (rows < Sq), 1.0, 0.0) + tl.sum(acc * 0.0, 1)
+        at = tl.cast(b, tl.int64) * Hq
+        store_tile(out + at * Sq * Dv + h * Dv, m0, Hq * Dv, Sq, Dv, acc, Dv == BLOCK_DV)
+        tl.store(lse + (at + h) * Sq + rows, natural(m, den, None), mask=rows < Sq)
+    if tl.sum(tl.where(failed == 0.0, 0, 1), 0) > 0:
+        tl.debug_barrier()  # between the stores and the loads
+        for b in tl.range(chunk, batch, chunks, num_stages=1):
+            b = tl.cast(b, tl.int32)
+            at = b.to(tl.int64) * Hq
+            m = tl.load(lse + (at + h) * Sq + rows, mask=rows < Sq, other=0.0)
+            acc = load_rows(
+                out + at * Sq * Dv + h * Dv + tl.cast(m0, tl.int64) * Hq * Dv, Hq * Dv, None,
+                Sq - m0, Dv, BLOCK_M, BLOCK_DV, True, Dv == BLOCK_DV,
+            )  # fmt: skip
+            redo = tl.max((m == float("-inf")).to(tl.int32), 0) > 0
+            if redo | has_nonfinite(acc.to(tl.float32)):
+                for more in tl.range(0, tl.minimum(Sq - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
+                    attend_block(
+                        q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b,
+                        k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq,
+                        group, b, h, m0 + more, 0, Sq, 0, Sk, Sq, scale, None, mask, mask_stride_b,
+                        mask_stride_h, mask_stride_q, mask_stride_k, None, 0, 0, 0, 0, None, 0,
+                        None, None, None, 0, 0, 0, None, None, None, None, None, None, 0, 0, False,
+                        D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS, EXACT_KEYS, False, False, "ieee",
+                        0, False, True,
+                    )  # fmt: skip
+
+
+@triton.jit
+def row_statistics(
+    lse, grad_lse, o, do, at, rows, Sq
+):  # fmt: skip
+    """lse in units of log2 and rowsum(dO * O) - dlse of rows, as `query_grad_kernel` has them."""
+    m = tl.load(lse + at + rows, mask=rows < Sq, other=float("-inf"))
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + at + rows, mask=rows < Sq, other=0.0)
+    dead = m == float("-inf")
+    m *= LOG2E
+    m = tl.where(tl.abs(m) >= 16777216.0, float("inf"), m)
+    return m, tl.where(dead, 0.0, delta)
+
+
+@triton.jit(do_not_specialize=["batch", "Sq", "Sk", "chunks"])
+def short_backward_kernel(
+    q, k, v, grad_out, out, lse, grad_lse, dq, dk, dv, row_lse, row_delta, dmask,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
+    grad_out_stride_b: tl.int64, grad_out_stride_h: tl.int64, grad_out_stride_s,
+    out_stride_b: tl.int64, out_stride_h: tl.int64, out_stride_s,
+    dq_stride_b: tl.int64, dq_stride_h: tl.int64, dq_stride_s,
+    dk_stride_b: tl.int64, dk_stride_h: tl.int64, dk_stride_s,
+    dv_stride_b: tl.int64, dv_stride_h: tl.int64, dv_stride_s,
+    batch: tl.int32, Hq: tl.int32, Sq: tl.int32, Sk: tl.int32, chunks: tl.int32,
+    scale: tl.float32,
+    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q, mask_stride_k,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """All gradients of a head that has at most BLOCK_M queries and BLOCK_N keys, for rows chunk,
+    chunk + chunks, ... of the batch. There are as many key heads as query heads.
+
+    dmask: None, or with SUMS (chunks, Hq, Sq, Sk), a sum for each program, otherwise (batch, Hq,
+    Sq, Sk). row_lse and row_delta, of `row_capacity` rows for each head, hold what the exact path
+    reads. SHARED: mask_stride_b is 0. The grid is Hq * chunks.
+    """
+    h = tl.program_id(0) % Hq
+    chunk = tl.program_id(0) // Hq
+    q_head, k_head, v_head = q + h * q_stride_h, k + h * k_stride_h, v + h * v_stride_h
+    do_head, out_head = grad_out + h * grad_out_stride_h, out + h * out_stride_h
+    dq_head, dk_head, dv_head = dq + h * dq_stride_h, dk + h * dk_stride_h, dv + h * dv_stride_h
+    mask_head = mask + h * mask_stride_h
+    rows = tl.arange(0, BLOCK_M)
+    i = rows[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
+    inside = (i < Sq) & (j < Sk)
+    if SHARED:
+        bias = load_bias(mask_head, i, Sq, Sk, mask_stride_q, mask_stride_k, BLOCK_N)
+    db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # not 0 where a row, or a key, must be recomputed
+    failed_rows = tl.zeros([BLOCK_M], tl.float32)
+    failed_keys = tl.zeros([BLOCK_N], tl.float32)
+    for b in tl.range(chunk, batch, chunks):
+        qt = load_rows(
+            q_head + b * q_stride_b, q_stride_s, None, Sq, D, BLOCK_M, BLOCK_D, True, D == BLOCK_D
+        )
+        kt = load_rows(
+            k_head + b * k_stride_b, k_stride_s, None, Sk, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D
+        )
+        vt = load_rows(
+            v_head + b * v_stride_b, v_stride_s, None, Sk, Dv, BLOCK_N, BLOCK_DV, True,
+            Dv == BLOCK_DV,
+        )  # fmt: skip
+        do = load_rows(
+            do_head + b * grad_out_stride_b, grad_out_stride_s, None, Sq, Dv, BLOCK_M, BLOCK_DV,
+            True, Dv == BLOCK_DV,
+        )  # fmt: skip
+        o = load_rows(
+            out_head + b * out_stride_b, out_stride_s, None, Sq, Dv, BLOCK_M, BLOCK_DV, True,
+            Dv == BLOCK_DV,
+        )  # fmt: skip
+        if not SHARED:
+            bias = load_bias(
+                mask_head + b * mask_stride_b, i, Sq, Sk, mask_stride_q, mask_stride_k, BLOCK_N
+            )
+        head = tl.cast(b, tl.int64) * Hq + h
+        m, delta = row_statistics(lse, grad_lse, o, do, head * Sq, rows, Sq)
+        s = tl.dot(qt, tl.trans(kt)) * scale + bias
+        s = tl.where(bias == float("-inf"), bias, s)  # also beside a NaN or Inf
+        p = tl.exp2(s - m[:, None])
+        dp = tl.dot(do, tl.trans(vt))
+        ds = tl.where(p == 0.0, 0.0, p * (dp - delta[:, None]))
+        if dmask is not None:
+            if SUMS:
+                db += ds
+            else:
+                at = dmask + head * Sq * Sk + i * Sk + j
+                tl.store(at, ds.to(dmask.dtype.element_ty), mask=inside)
+        ds = ds.to(qt.dtype)
+        dv_sum = tl.dot(tl.trans(p.to(do.dtype)), do)
+        dk_sum = tl.dot(tl.trans(ds), qt) * (scale * LN2)
+        dq_sum = tl.dot(ds, kt) * (scale * LN2)
+        failed_rows += tl.sum(dq_sum * 0.0, 1)
+        failed_keys += tl.sum(dk_sum * 0.0, 1) + tl.sum(dv_sum * 0.0, 1)
+        store_tile(dv_head + b * dv_stride_b, 0, dv_stride_s, Sk, Dv, dv_sum, Dv == BLOCK_DV)
+        store_tile(dk_head + b * dk_stride_b, 0, dk_stride_s, Sk, D, dk_sum, D == BLOCK_D)
+        store_tile(dq_head + b * dq_stride_b, 0, dq_stride_s, Sq, D, dq_sum, D == BLOCK_D)
+    if dmask is not None:  # noqa: SIM102  (so that SUMS alone is compiled)
+        if SUMS:
+            at = dmask + (tl.cast(chunk, tl.int64) * Hq + h) * Sq * Sk + i * Sk + j
+            tl.store(at, db, mask=inside)
+    failed = tl.sum(tl.where(failed_rows == 0.0, 0, 1), 0)
+    failed += tl.sum(tl.where(failed_keys == 0.0, 0, 1), 0)
+    if failed > 0:
+        tl.debug_barrier()  # between the stores and the loads
+        for b in tl.range(chunk, batch, chunks, num_stages=1):
+            b = tl.cast(b, tl.int32)
+            dq_b = load_rows(
+                dq_head + b * dq_stride_b, dq_stride_s, None, Sq, D, BLOCK_M, BLOCK_D, True,
+                D == BLOCK_D,
+            )  # fmt: skip
+            dk_b = load_rows(
+                dk_head + b * dk_stride_b, dk_stride_s, None, Sk, D, BLOCK_N, BLOCK_D, True,
+                D == BLOCK_D,
+            )  # fmt: skip
+            dv_b = load_rows(
+                dv_head + b * dv_stride_b, dv_stride_s, None, Sk, Dv, BLOCK_N, BLOCK_DV, True,
+                Dv == BLOCK_DV,
+            )  # fmt: skip
+            redo = has_nonfinite(dq_b.to(tl.float32)) | has_nonfinite(dk_b.to(tl.float32))
+            if redo | has_nonfinite(dv_b.to(tl.float32)):
+                do = load_rows(
+                    do_head + b * grad_out_stride_b, grad_out_stride_s, None, Sq, Dv, BLOCK_M,
+                    BLOCK_DV, True, Dv == BLOCK_DV,
+                )  # fmt: skip
+                o = load_rows(
+                    out_head + b * out_stride_b, out_stride_s, None, Sq, Dv, BLOCK_M, BLOCK_DV,
+                    True, Dv == BLOCK_DV,
+                )  # fmt: skip
+                head = b.to(tl.int64) * Hq + h
+                m, delta = row_statistics(lse, grad_lse, o, do, head * Sq, rows, Sq)
+                at = head * row_capacity(Sq, batch, False) + rows
+                tl.store(row_lse + at, m)
+                tl.store(row_delta + at, delta)
+                tl.debug_barrier()
+                query_grad_block(
+                    q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b,
+                    q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b,
+                    v_stride_h, v_stride_s, grad_out_stride_b, grad_out_stride_h,
+                    grad_out_stride_s, out_stride_b, out_stride_h, out_stride_s, dq_stride_b,
+                    dq_stride_h, dq_stride_s, batch, Hq, 1, b, h, 0, 0, Sq, 0, Sk, Sq, scale, None,
+                    mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, None, 0, 0,
+                    0, 0, None, 0, None, None, 0, 0, 0, None, None, None, None, None, False, D, Dv,
+                    BLOCK_D, BLOCK_DV, BLOCK_M, 2 * exact_size(q.dtype.element_ty), False, False,
+                    "ieee", False, True,
+                )  # fmt: skip
+                key_value_grad_block(
+                    q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h,
+                    q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h,
+                    v_stride_s, grad_out_stride_b, grad_out_stride_h, grad_out_stride_s,
+                    dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s,
+                    batch, Hq, 1, b, h, 0, 0, Sq, 0, Sk, Sq, scale, None, mask, mask_stride_b,
+                    mask_stride_h, mask_stride_q, mask_stride_k, None, 0, 0, 0, 0, None, 0, None,
+                    None, 0, 0, 0, None, None, None, None, None, False, D, Dv, BLOCK_D, BLOCK_DV,
+                    2 * exact_size(q.dtype.element_ty), BLOCK_N, False, False, "ieee", True,
+                    True, False, True,
+                )  # fmt: skip
+
+
+_launches: dict[tuple, Launch] = {}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Dense attention of short rows with a bias, and with no other option than a scale.
+
+    Returns out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq).
+    """
+    B, Hq, Sq, D = q.shape
+    _, Hkv, Sk, Dv = v.shape
+    named = {"q": q, "k": k, "v": v}
+    layout = _layout(named, _strides(named), max(Sq, Sk))
+    if needs_copies(layout, q.dtype, D, Dv):
+        out, lse = forward(*aligned(q, k, v), scaled(spec, D))
+        return narrowed(out, Dv), lse
+    row, device = Hq * Dv, q.get_device()
+    out = empty((B, Hq, Sq, Dv), (Sq * row, Dv, row, 1), q.dtype, device)
+    lse = empty((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device)
+    bias, kind = _bias(spec, B, Hq, Sq, Sk, D)
+    tile = short_forward_tile(architecture(q.device), Sq, Sk, max(D, Dv))
+    blocks = Hq * -(-Sq // tile.block_m)
+    chunks = tile.chunks(B, blocks, multiprocessors(device))
+    sizes = (B, Hq, Hq // Hkv, Sq, Sk, chunks)
+    _launch(
+        short_forward_kernel, tile, named, (q, k, v, out, lse), sizes, bias, kind, (D, Dv), blocks
+    )
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, spec: Spec, mask_grad: bool = False,
+) -> Gradients:  # fmt: skip
+    """The gradients of `forward`, of one key head for each query head; always deterministic."""
+    B, Hq, Sq, D = q.shape
+    Sk, Dv = v.shape[2:]
+    grad_out, out = _rows_contiguous(grad_out), _rows_contiguous(out)
+    named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out}
+    if needs_copies(_layout(named, _strides(named), max(Sq, Sk)), q.dtype, D, Dv):
+        do, qa, ka, va, o = aligned(grad_out, q, k, v, out)
+        grads = backward(do, grad_lse, qa, ka, va, o, lse, scaled(spec, D), mask_grad)
+        return _restored(grads, q, k, v)
+    dq, dk, dv = map(_written_like, (q, k, v))
+    rows = torch.empty((2, B * Hq, ROW_UNIT.value), dtype=torch.float32, device=q.device)
+    bias, kind = _bias(spec, B, Hq, Sq, Sk, D)
+    tile = short_backward_tile(architecture(q.device), Sq, Sk, max(D, Dv))
+    chunks = tile.chunks(B, Hq, multiprocessors(q.get_device()))
+    dmask, sums = None, False
+    if mask_grad:
+        shape = (1,) * (4 - spec.attn_mask.dim()) + tuple(spec.attn_mask.shape)
+        sums = shape != (B, Hq, Sq, Sk)
+        dtype = torch.float32 if sums else spec.attn_mask.dtype
+        dmask = torch.empty((chunks if sums else B, Hq, Sq, Sk), dtype=dtype, device=q.device)
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+    tensors = (q, k, v, grad_out, out, lse.contiguous(), grad_lse, dq, dk, dv, *rows, dmask)
+    named |= {"dq": dq, "dk": dk, "dv": dv}
+    sizes, more = (B, Hq, Sq, Sk, chunks), {"SUMS": sums}
+    _launch(short_backward_kernel, tile, named, tensors, sizes, bias, kind, (D, Dv), Hq, more)
+    if sums:
+        summed = tuple(at for at, size in enumerate(shape) if size == 1)
+        dmask = dmask.sum(summed, keepdim=True).to(spec.attn_mask.dtype)
+    grads = (_laid_out_as(grad, x) for grad, x in zip((dq, dk, dv), (q, k, v)))
+    return Gradients(*grads, dmask.view(spec.attn_mask.shape) if mask_grad else None)
+
+
+def _bias(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tuple, Class]:
+    """(scale in units of log2, the bias of all scores and its strides), and the class."""
+    values, kind = arguments(spec, B, Hq, Sq, Sk, D)
+    return (values[0], *values[2:7]), kind
+
+
+def _launch(
+    kernel: Any, tile: ShortTile, named: Mapping[str, Tensor], tensors: tuple, sizes: tuple,
+    bias: tuple, kind: Class, dims: tuple[int, int], programs: int,
+    more: Mapping[str, bool] | None = None,
+) -> None:  # fmt: skip
+    """Launch `programs` programs for each chunk of the batch; compiled on first use.
+
+    named: the tensors whose strides the kernel takes. sizes: from the batch on, the chunks last.
+    more: constexpr parameters of this kernel alone.
+    """
+    q, strides, chunks = tensors[0], _strides(named), sizes[-1]
+    _, mask, batch_stride, _, row_stride, key_stride = bias
+    aligned_rows, wide = _layout(named, strides, ROW_UNIT.value)
+    # offsets within a head, of at most 256 rows and keys
+    wide = wide or 256 * (row_stride + key_stride) >= 1 << 31
+    layout = Layout(aligned_rows, wide)
+    shared = sizes[0] == 1 or batch_stride == 0
+    optional = tuple(None if t is None else t.dtype for t in tensors)
+    more = dict(more or {})
+    key = (kernel, tile, dims, layout, kind, shared, optional, q.device, *more.values())
+    launch = _launches.get(key)
+    args = (*tensors, *strides, *sizes, *bias)
+    if launch is None:
+        D, Dv = dims
+        constants = {
+            "D": D, "Dv": Dv, "BLOCK_D": padded(D), "BLOCK_DV": padded(Dv),
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SHARED": shared,
+        }  # fmt: skip
+        launch = _launches[key] = bind(
+            kernel, args, constants | more, tile.options(), device=q.device,
+            divisors=layout.divisors(tuple(named), q.dtype) | kind.divisors(),
+            fixed=kind.fixed(), wide=layout.wide,
+        )  # fmt: skip
+    launch((programs * chunks, 1, 1), args)
