@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fa_ops.types import ALIGNMENT, MAX_DECODING_QUERIES, MIN_DECODING_KEYS, Cache, Spec
+from fa_ops.types import (
+    ALIGNMENT,
+    MAX_DECODING_QUERIES,
+    MAX_SHORT_GRADIENT_ROWS,
+    MAX_SHORT_ROWS,
+    MIN_DECODING_KEYS,
+    Cache,
+    Spec,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +30,41 @@ def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
         and (spec.key_ranges is None or spec.key_ranges.shape[1:3] == (1, 1))
         and spec.dropout_p == 0.0
     )
+
+
+def has_short_rows(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
+    """Whether a program can hold whole rows of the scores of a dense call in 16 bits, and a bias.
+
+    The bias is a float mask, and the call has no other option than a scale.
+    """
+    mask, widest = spec.attn_mask, max(q.shape[3], v.shape[3])
+    if mask is None or not mask.is_floating_point() or q.element_size() != 2:
+        return False
+    if spec.is_causal or spec.dropout_p > 0 or spec.softcap > 0:
+        return False
+    others = spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges, spec.mask_blocks
+    if any(x is not None for x in others) or max(spec.window_left, spec.window_right) >= 0:
+        return False
+    if spec.scale is not None and abs(spec.scale) > 1e30:  # scores may exceed float32
+        return False
+    # of wide heads, keys and values fit shared memory if there are few
+    limit = MAX_SHORT_ROWS if widest <= 64 else MAX_SHORT_ROWS // 2
+    return widest <= 128 and q.shape[2] <= MAX_SHORT_ROWS and k.shape[2] <= limit
+
+
+def has_short_gradients(q: Tensor, k: Tensor, v: Tensor, spec: Spec, mask_grad: bool) -> bool:
+    """Whether a program can hold all scores of a head and their gradients, as `has_short_rows`.
+
+    The gradient of a bias that the batch shares is a sum over the batch, of any other one it is
+    that of the scores.
+    """
+    if not has_short_rows(q, k, v, spec) or q.shape[1] != k.shape[1]:
+        return False
+    limit = MAX_SHORT_GRADIENT_ROWS
+    if max(q.shape[2], k.shape[2], q.shape[3], v.shape[3]) > limit:
+        return False
+    shape, full = spec.attn_mask.shape, (*q.shape[:3], k.shape[2])
+    return not mask_grad or len(shape) < 4 or shape[0] == 1 or shape == full
 
 
 def is_prefill(q: Tensor) -> bool:

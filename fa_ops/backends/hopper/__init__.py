@@ -34,7 +34,12 @@ from fa_ops.call import (
     append_then_attend,
     decoding,
 )
-from fa_ops.geometry import is_decoding, queries_of_kv_head
+from fa_ops.geometry import (
+    has_short_gradients,
+    has_short_rows,
+    is_decoding,
+    queries_of_kv_head,
+)
 from fa_ops.types import (
     MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
@@ -46,6 +51,7 @@ from fa_ops.types import (
 )
 
 _ALTERNATIVE = "the triton backend can run it"
+_MANY = 16  # rows of a batch, for which a kernel that loops over them is faster
 
 
 def is_for_this_gpu() -> bool:
@@ -98,7 +104,19 @@ def supports(call: Call) -> str | None:
     if call.backend == "auto" and is_forward and is_decoding(q.shape[2], k.shape[2], spec):
         # where the decoding kernel cannot run, a backend that splits keys is faster than `forward`
         return cache_error(q, k, v, Cache(), spec)
+    if call.backend == "auto" and call.kind == DENSE and _is_slow_for_short_rows(call):
+        return f"is slower for short rows with a bias; {_ALTERNATIVE}"
     return support_error(q, k, v, spec, call.kind == DENSE)
+
+
+def _is_slow_for_short_rows(call: Call) -> bool:
+    """Whether rows with a bias are so short that the kernel that holds them whole is faster."""
+    q, k, v, spec, saved = call.query, call.key, call.value, call.spec, call.saved
+    if q.shape[0] < _MANY:
+        return False
+    if saved is not None:
+        return has_short_gradients(q, k, v, spec, saved.mask_grad)
+    return has_short_rows(q, k, v, spec)
 
 
 def plan(call: Call) -> Plan:

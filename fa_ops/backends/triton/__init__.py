@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa_ops.backends.triton import short_rows
 from fa_ops.backends.triton.arguments import size_error
 from fa_ops.backends.triton.backward import backward, varlen_backward
 from fa_ops.backends.triton.cached import attends_whole_rows, cache_forward, prepare_append
@@ -34,7 +35,12 @@ from fa_ops.call import (
     decoding,
     general,
 )
-from fa_ops.geometry import is_decoding, queries_of_kv_head
+from fa_ops.geometry import (
+    has_short_gradients,
+    has_short_rows,
+    is_decoding,
+    queries_of_kv_head,
+)
 from fa_ops.types import (
     MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
@@ -83,7 +89,10 @@ def plan(call: Call) -> Plan:
         return Plan("append", prepare_append)
     if call.kind == QUANTIZED:
         return general("8-bit forward", quantized_forward)
-    if call.saved is not None:
+    q, k, v, saved = call.query, call.key, call.value, call.saved
+    if saved is not None:
+        if call.kind == DENSE and has_short_gradients(q, k, v, call.spec, saved.mask_grad):
+            return general("backward of short rows", short_rows.backward)
         return general("backward", backward if call.kind == DENSE else varlen_backward)
     if call.kind == PACKED:
         return general("forward", varlen_forward)
@@ -91,8 +100,10 @@ def plan(call: Call) -> Plan:
         if attends_whole_rows(call):
             return general("append and forward" if call.writes_cache else "forward", cache_forward)
         return Plan("split-KV decoding", prepare_cached)
-    if is_decoding(call.query.shape[2], call.num_keys, call.spec):
+    if is_decoding(q.shape[2], call.num_keys, call.spec):
         return decoding(Plan("split-KV decoding", prepare_cached))
+    if has_short_rows(q, k, v, call.spec):
+        return general("forward of short rows", short_rows.forward)
     return general("forward", forward)
 
 

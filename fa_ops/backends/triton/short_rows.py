@@ -279,9 +279,9 @@ def short_backward_kernel(
                 )  # fmt: skip
                 head = b.to(tl.int64) * Hq + h
                 m, delta = row_statistics(lse, grad_lse, o, do, head * Sq, rows, Sq)
-                at = head * row_capacity(Sq, batch, False) + rows
-                tl.store(row_lse + at, m)
-                tl.store(row_delta + at, delta)
+                row_at = head * row_capacity(Sq, batch, False) + rows
+                tl.store(row_lse + row_at, m)
+                tl.store(row_delta + row_at, delta)
                 tl.debug_barrier()
                 query_grad_block(
                     q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b,
