@@ -1,0 +1,69 @@
+"""The kernels of short rows with a bias without a GPU: registers, shared memory, instructions."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from fa_ops.backends.triton import launch, short_rows  # noqa: E402
+from fa_ops.types import Spec  # noqa: E402
+from tests.compile_only.sass import assert_fits, disassembled, main_loop, registers  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
+)
+
+B, H = 64, 4
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """compiled(arch, S, D, shared, backward): the kernel that the call binds, for `arch`."""
+
+    def collect(arch, S, D, shared=True, backward=False):
+        kernels = []
+
+        def bind(fn, args, constants, options, *, device, **details):
+            target = GPUTarget("cuda", arch, 32)
+            kernels.append(launch.compile_kernel(fn, args, constants, options, target, **details))
+            return lambda grid, args: None
+
+        monkeypatch.setattr(short_rows, "bind", bind)
+        monkeypatch.setattr(short_rows, "architecture", lambda device: arch)
+        monkeypatch.setattr(short_rows, "_launches", {})
+        q, spec = meta(B, H, S, D), Spec(meta(1 if shared else B, H, S, S))
+        if backward:
+            lse = meta(B, H, S, dtype=torch.float32)
+            short_rows.backward(q, None, q, q, q, q, lse, spec, True)
+        else:
+            short_rows.forward(q, q, q, spec)
+        return kernels[0]
+
+    return collect
+
+
+def assert_has_no_spills_in_the_loop(kernel, arch, folder, stack):
+    """And as few bytes of stack as given: values that the exact path keeps."""
+    assert_fits(kernel, arch, folder, stack)
+    loop = main_loop(disassembled(kernel.asm["cubin"], folder))
+    assert not any(name.startswith(("LDL", "STL")) for name in loop)
+
+
+@pytest.mark.parametrize("arch", [80, 86, 90])
+@pytest.mark.parametrize("S, D, shared", [(49, 32, True), (49, 32, False), (64, 64, True)])
+def test_forward_of_windows(S, D, shared, arch, compiled, tmp_path):
+    kernel = compiled(arch, S, D, shared)
+    assert_has_no_spills_in_the_loop(kernel, arch, tmp_path, 0)
+
+
+@pytest.mark.parametrize("arch", [80, 86, 90])
+@pytest.mark.parametrize("S, D, shared", [(49, 32, True), (49, 32, False), (64, 64, True)])
+def test_backward_of_windows(S, D, shared, arch, compiled, tmp_path):
+    kernel = compiled(arch, S, D, shared, backward=True)
+    assert_has_no_spills_in_the_loop(kernel, arch, tmp_path, 32)
