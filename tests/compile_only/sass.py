@@ -77,8 +77,10 @@ def innermost_loop(sass: str) -> list[str]:
 
 
 def main_loop(sass: str) -> list[str]:
-    """Names of the instructions of the shortest of the loops with the most warpgroup products."""
-    return max(_loops(sass), key=lambda loop: (sum("GMMA" in name for name in loop), -len(loop)))
+    """Names of the instructions of the shortest of the loops with the most products of warpgroups,
+    or of warps where there are none."""
+    kind = "GMMA" if "GMMA" in sass else "MMA"
+    return max(_loops(sass), key=lambda loop: (sum(kind in name for name in loop), -len(loop)))
 
 
 def _loops(sass: str) -> list[list[str]]:

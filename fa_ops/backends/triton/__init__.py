@@ -14,6 +14,7 @@ from fa_ops.backends.triton import short_rows
 from fa_ops.backends.triton.arguments import size_error
 from fa_ops.backends.triton.backward import backward, varlen_backward
 from fa_ops.backends.triton.cached import attends_whole_rows, cache_forward, prepare_append
+from fa_ops.backends.triton.configs import longest_short_rows
 from fa_ops.backends.triton.configs_backward import holds_wide_single
 from fa_ops.backends.triton.decode import cache_error, prepare_cached
 from fa_ops.backends.triton.forward import forward, varlen_forward
@@ -102,7 +103,8 @@ def plan(call: Call) -> Plan:
         return Plan("split-KV decoding", prepare_cached)
     if is_decoding(q.shape[2], call.num_keys, call.spec):
         return decoding(Plan("split-KV decoding", prepare_cached))
-    if has_short_rows(q, k, v, call.spec):
+    longest = longest_short_rows(architecture(q.device))
+    if k.shape[2] <= longest and has_short_rows(q, k, v, call.spec):
         return general("forward of short rows", short_rows.forward)
     return general("forward", forward)
 

@@ -8,7 +8,7 @@ import functools
 import torch
 
 from fa_ops.backends.triton.arguments import Class, padded
-from fa_ops.backends.triton.launch import VERSION
+from fa_ops.backends.triton.launch import INTERPRETED, VERSION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,7 @@ class ShortTile(Tile):
     """The tile of a kernel that loops over the batch, see `short_rows`."""
 
     per_sm: int = 4  # programs for each multiprocessor
+    keeps_bias: bool = True  # in registers, if the batch shares it
 
     def chunks(self, batch: int, programs: int, multiprocessors: int) -> int:
         """The number of parts of the batch, of `programs` programs each; equal ones if possible."""
@@ -124,18 +125,24 @@ class ShortTile(Tile):
         return -(-batch // -(-batch // parts))
 
 
+def longest_short_rows(arch: int) -> int:
+    """The most keys of rows that a program holds whole; the interpreter has no registers."""
+    return 256 if arch == 90 or INTERPRETED else 128
+
+
 @functools.cache
 def short_forward_tile(arch: int, Sq: int, Sk: int, head_dim: int) -> ShortTile:
     """The tile that holds whole rows of Sk keys."""
-    keys = padded(Sk)
-    rows = 128 if keys == 128 and Sq > 64 else min(64, padded(Sq))
-    warps = 8 if rows * keys > 64 * 64 else 4
+    rows, keys = min(64, padded(Sq)), padded(Sk)
     stages = 2 if keys * max(32, padded(head_dim)) <= 64 * 64 else 1
-    return ShortTile(rows, keys, warps, stages, per_sm=8 if keys <= 64 else 4)
+    if keys <= 64:
+        return ShortTile(rows, keys, 4, stages, per_sm=8)
+    return ShortTile(rows, keys, 8, stages, keeps_bias=arch == 90)
 
 
 @functools.cache
 def short_backward_tile(arch: int, Sq: int, Sk: int, head_dim: int) -> ShortTile:
     """The tile that holds all queries and keys of a head, in at least 32 rows each."""
     rows, keys = max(32, padded(Sq)), max(32, padded(Sk))
-    return ShortTile(rows, keys, 4, 2 if head_dim <= 32 else 1, per_sm=4)
+    warps = 4 if arch == 90 and head_dim <= 32 else 8
+    return ShortTile(rows, keys, warps, 2 if head_dim <= 32 else 1, per_sm=4)

@@ -73,12 +73,12 @@ def short_forward_kernel(
     scale: tl.float32,
     mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q, mask_stride_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one block of rows of a head, for rows chunk, chunk + chunks, ... of the batch.
 
-    Tensors as in `forward_kernel`; a row has at most BLOCK_N keys. SHARED: mask_stride_b is 0. The
-    grid is cdiv(Sq, BLOCK_M) * Hq * chunks.
+    Tensors as in `forward_kernel`; a row has at most BLOCK_N keys. KEEPS: the bias stays in
+    registers, as mask_stride_b is 0. The grid is cdiv(Sq, BLOCK_M) * Hq * chunks.
     """
     blocks = tl.cdiv(Sq, BLOCK_M)
     m0 = tl.program_id(0) % blocks * BLOCK_M
@@ -89,7 +89,7 @@ def short_forward_kernel(
     v_head = v + h // group * v_stride_h
     mask_head = mask + h * mask_stride_h
     rows = m0 + tl.arange(0, BLOCK_M)
-    if SHARED:
+    if KEEPS:
         bias = load_bias(mask_head, rows[:, None], Sq, Sk, mask_stride_q, mask_stride_k, BLOCK_N)
     # not 0 where a row must be recomputed
     failed = tl.zeros([BLOCK_M], tl.float32)
@@ -105,7 +105,7 @@ def short_forward_kernel(
             v_head + b * v_stride_b, v_stride_s, None, Sk, Dv, BLOCK_N, BLOCK_DV, True,
             Dv == BLOCK_DV,
         )  # fmt: skip
-        if not SHARED:
+        if not KEEPS:
             bias = load_bias(
                 mask_head + b * mask_stride_b, rows[:, None], Sq, Sk, mask_stride_q, mask_stride_k,
                 BLOCK_N,
@@ -175,14 +175,14 @@ def short_backward_kernel(
     scale: tl.float32,
     mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q, mask_stride_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr, SUMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEEPS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a head that has at most BLOCK_M queries and BLOCK_N keys, for rows chunk,
     chunk + chunks, ... of the batch. There are as many key heads as query heads.
 
     dmask: None, or with SUMS (chunks, Hq, Sq, Sk), a sum for each program, otherwise (batch, Hq,
     Sq, Sk). row_lse and row_delta, of `row_capacity` rows for each head, hold what the exact path
-    reads. SHARED: mask_stride_b is 0. The grid is Hq * chunks.
+    reads. KEEPS: the bias stays in registers, as mask_stride_b is 0. The grid is Hq * chunks.
     """
     h = tl.program_id(0) % Hq
     chunk = tl.program_id(0) // Hq
@@ -194,7 +194,7 @@ def short_backward_kernel(
     i = rows[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     inside = (i < Sq) & (j < Sk)
-    if SHARED:
+    if KEEPS:
         bias = load_bias(mask_head, i, Sq, Sk, mask_stride_q, mask_stride_k, BLOCK_N)
     db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     # not 0 where a row, or a key, must be recomputed
@@ -219,7 +219,7 @@ def short_backward_kernel(
             out_head + b * out_stride_b, out_stride_s, None, Sq, Dv, BLOCK_M, BLOCK_DV, True,
             Dv == BLOCK_DV,
         )  # fmt: skip
-        if not SHARED:
+        if not KEEPS:
             bias = load_bias(
                 mask_head + b * mask_stride_b, i, Sq, Sk, mask_stride_q, mask_stride_k, BLOCK_N
             )
@@ -395,17 +395,17 @@ def _launch(
     # offsets within a head, of at most 256 rows and keys
     wide = wide or 256 * (row_stride + key_stride) >= 1 << 31
     layout = Layout(aligned_rows, wide)
-    shared = sizes[0] == 1 or batch_stride == 0
+    keeps = tile.keeps_bias and (sizes[0] == 1 or batch_stride == 0)
     optional = tuple(None if t is None else t.dtype for t in tensors)
     more = dict(more or {})
-    key = (kernel, tile, dims, layout, kind, shared, optional, q.device, *more.values())
+    key = (kernel, tile, dims, layout, kind, keeps, optional, q.device, *more.values())
     launch = _launches.get(key)
     args = (*tensors, *strides, *sizes, *bias)
     if launch is None:
         D, Dv = dims
         constants = {
             "D": D, "Dv": Dv, "BLOCK_D": padded(D), "BLOCK_DV": padded(Dv),
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SHARED": shared,
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "KEEPS": keeps,
         }  # fmt: skip
         launch = _launches[key] = bind(
             kernel, args, constants | more, tile.options(), device=q.device,
