@@ -48,11 +48,12 @@ def compiled(monkeypatch):
     return collect
 
 
-def assert_fits_in_the_loop(kernel, arch, folder, stack):
-    """Threads keep up to `stack` bytes in memory, of which the loop over the batch uses few."""
-    assert_fits(kernel, arch, folder, stack)
+def assert_fits_in_the_loop(kernel, arch, folder):
+    """Threads keep nothing in memory in the loop over the batch; on other GPUs than Hopper's, whose
+    products have their operands in registers, a few values."""
+    assert_fits(kernel, arch, folder, 32 if arch == 90 else 96)
     loop = main_loop(disassembled(kernel.asm["cubin"], folder))
-    assert sum(name.startswith(("LDL", "STL")) for name in loop) <= stack // 8, loop
+    assert sum(name.startswith(("LDL", "STL")) for name in loop) <= (0 if arch == 90 else 24)
 
 
 WINDOWS = [(49, 32, True), (49, 32, False), (64, 64, True)]
@@ -61,11 +62,11 @@ WINDOWS = [(49, 32, True), (49, 32, False), (64, 64, True)]
 @pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize("S, D, shared", [*WINDOWS, (128, 64, True)])
 def test_forward(S, D, shared, arch, compiled, tmp_path):
-    assert_fits_in_the_loop(compiled(arch, S, D, shared), arch, tmp_path, 64 if S > 64 else 0)
+    assert_fits_in_the_loop(compiled(arch, S, D, shared), arch, tmp_path)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize("S, D, shared", WINDOWS)
 def test_backward(S, D, shared, arch, compiled, tmp_path):
     kernel = compiled(arch, S, D, shared, backward=True)
-    assert_fits_in_the_loop(kernel, arch, tmp_path, 96)
+    assert_fits_in_the_loop(kernel, arch, tmp_path)
