@@ -8,6 +8,7 @@ from fa_ops.types import (
     ALIGNMENT,
     MAX_DECODING_QUERIES,
     MAX_SHORT_GRADIENT_ROWS,
+    MAX_SHORT_HEAD_DIM,
     MAX_SHORT_ROWS,
     MIN_DECODING_KEYS,
     Cache,
@@ -37,7 +38,7 @@ def has_short_rows(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
 
     The bias is a float mask, and the call has no other option than a scale.
     """
-    mask, widest = spec.attn_mask, max(q.shape[3], v.shape[3])
+    mask = spec.attn_mask
     if mask is None or not mask.is_floating_point() or q.element_size() != 2:
         return False
     if spec.is_causal or spec.dropout_p > 0 or spec.softcap > 0:
@@ -47,9 +48,8 @@ def has_short_rows(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
         return False
     if spec.scale is not None and abs(spec.scale) > 1e30:  # scores may exceed float32
         return False
-    # of wide heads, keys and values fit shared memory if there are few
-    limit = MAX_SHORT_ROWS if widest <= 64 else MAX_SHORT_ROWS // 2
-    return widest <= 128 and q.shape[2] <= MAX_SHORT_ROWS and k.shape[2] <= limit
+    widest, longest = max(q.shape[3], v.shape[3]), max(q.shape[2], k.shape[2])
+    return widest <= MAX_SHORT_HEAD_DIM and longest <= MAX_SHORT_ROWS
 
 
 def has_short_gradients(q: Tensor, k: Tensor, v: Tensor, spec: Spec, mask_grad: bool) -> bool:
@@ -60,8 +60,7 @@ def has_short_gradients(q: Tensor, k: Tensor, v: Tensor, spec: Spec, mask_grad: 
     """
     if not has_short_rows(q, k, v, spec) or q.shape[1] != k.shape[1]:
         return False
-    limit = MAX_SHORT_GRADIENT_ROWS
-    if max(q.shape[2], k.shape[2], q.shape[3], v.shape[3]) > limit:
+    if max(q.shape[2], k.shape[2]) > MAX_SHORT_GRADIENT_ROWS:
         return False
     shape, full = spec.attn_mask.shape, (*q.shape[:3], k.shape[2])
     return not mask_grad or len(shape) < 4 or shape[0] == 1 or shape == full

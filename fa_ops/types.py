@@ -17,8 +17,9 @@ MASK_BLOCK = 128  # queries, and keys, of a tile that `mask_blocks` lists
 ALIGNMENT = 16  # bytes: TMA and the widest loads read rows that start at multiples
 MAX_DECODING_QUERIES = 16  # with so few queries, keys are split among CTAs
 MIN_DECODING_KEYS = 512
-MAX_SHORT_ROWS = 256  # queries, and keys, of rows that a program holds whole beside a bias
+MAX_SHORT_ROWS = 128  # queries, and keys, of rows that a program holds whole beside a bias
 MAX_SHORT_GRADIENT_ROWS = 64  # the same in a backward pass
+MAX_SHORT_HEAD_DIM = 64
 
 
 class Spec(NamedTuple):

@@ -32,13 +32,19 @@ class Checker:
             self._slice(x, H).to(dtype).requires_grad_(self.backward)
             for x, H in zip((q, k, v), heads)
         ]
-        out, _ = function(*leaves, Spec(is_causal=self.problem.causal))
+        bias = self.problem.bias(device)
+        if bias is not None:
+            bias = self._slice(bias, self.problem.Hq).to(dtype)
+        out, _ = function(*leaves, Spec(bias, is_causal=self.problem.causal))
         if not self.backward:
             return [out]
         return [out, *torch.autograd.grad(out, leaves, grad_out(out).to(dtype))]
 
     def error(self, results: list[Tensor]) -> str | None:
-        """The error message for [out] or [out, dq, dk, dv] of the whole problem, or None."""
+        """The error message for [out] or [out, dq, dk, dv, ...] of the whole problem, or None.
+
+        The gradient of a bias is not checked, as it is a sum over sequences.
+        """
         heads = (self.problem.Hq, self.problem.Hq, self.problem.Hkv, self.problem.Hkv)
         for name, x, H, expected, baseline in zip(
             NAMES, results, heads, self.expected, self.baseline

@@ -28,7 +28,8 @@ from fa_ops.cli.options import Device, Json, Only
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 console = Console()
 
-Preset = Annotated[str, typer.Option(help=f"the grid: {', '.join(problems.PRESETS)}")]
+_GRIDS = problems.PRESETS | problems.BIASED
+Preset = Annotated[str, typer.Option(help=f"the grid: {', '.join(_GRIDS)}")]
 Plot = Annotated[
     Path | None,
     typer.Option(help="plot the grid into this PNG", callback=options.in_existing_folder),
@@ -51,7 +52,7 @@ def _sweep_command(name: str) -> Callable:
         device = options.device(device)
         if threads is not None:
             torch.set_num_threads(threads)
-        grid = problems.PRESETS[options.preset(preset, problems.PRESETS)]()
+        grid = _GRIDS[options.preset(preset, _GRIDS)]()
         chosen = peers.choose(device, only)
         backward = name == "backward"
         with torch.set_grad_enabled(backward):

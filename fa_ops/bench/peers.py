@@ -34,24 +34,28 @@ class Implementation:
     ours: bool = False
     context: Callable[[], AbstractContextManager] = contextlib.nullcontext
     default: bool = True  # measured without being named in --only
+    takes_bias: bool = False  # as the call's fourth argument
 
 
 def _ours(backend: str) -> Implementation:
     def build(problem: Problem, device: str) -> Call:
-        return lambda q, k, v: fa_ops.attention(q, k, v, is_causal=problem.causal, backend=backend)
+        return lambda q, k, v, bias=None: fa_ops.attention(
+            q, k, v, bias, is_causal=problem.causal, backend=backend
+        )
 
-    return Implementation(f"fa_ops {backend}", build, ours=True)
+    return Implementation(f"fa_ops {backend}", build, ours=True, takes_bias=True)
 
 
 def _sdpa(name: str, backend: SDPBackend, default: bool = True) -> Implementation:
     def build(problem: Problem, device: str) -> Call:
         gqa = problem.Hq != problem.Hkv
-        return lambda q, k, v: F.scaled_dot_product_attention(
-            q, k, v, is_causal=problem.causal, enable_gqa=gqa
+        return lambda q, k, v, bias=None: F.scaled_dot_product_attention(
+            q, k, v, bias, is_causal=problem.causal, enable_gqa=gqa
         )
 
+    context = functools.partial(sdpa_kernel, backend)
     return Implementation(
-        f"sdpa {name}", build, context=lambda: sdpa_kernel(backend), default=default
+        f"sdpa {name}", build, context=context, default=default, takes_bias=True
     )
 
 

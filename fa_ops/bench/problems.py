@@ -15,7 +15,8 @@ BACKWARD_OVER_FORWARD = 2.5  # five matmuls against two
 class Problem:
     """One call: B sequences of S tokens, Hq query heads and Hkv key heads of dimension D.
 
-    For cross attention, `cross` is the number of keys.
+    For cross attention, `cross` is the number of keys. `biases` is the number of (H, S, Sk) float
+    biases: 0, 1 for all sequences, or B.
     """
 
     B: int
@@ -26,6 +27,7 @@ class Problem:
     causal: bool
     dtype: torch.dtype = torch.bfloat16
     cross: int | None = None
+    biases: int = 0
 
     @property
     def Sk(self) -> int:
@@ -40,7 +42,8 @@ class Problem:
     def __str__(self) -> str:
         heads = str(self.Hq) if self.Hq == self.Hkv else f"{self.Hq}/{self.Hkv}"
         mask = "causal" if self.causal else "full"
-        return f"D{self.D} {mask} S{self.lengths} B{self.B} H{heads}"
+        bias = f" biases {self.biases}" if self.biases else ""
+        return f"D{self.D} {mask} S{self.lengths} B{self.B} H{heads}{bias}"
 
     def flops(self, backward: bool = False) -> float:
         """The usual count: two matmuls of 2 S Sk D, halved if causal, times 2.5 for backward."""
@@ -59,6 +62,15 @@ class Problem:
             return x.requires_grad_(requires_grad)
 
         return draw(self.Hq, self.S), draw(self.Hkv, self.Sk), draw(self.Hkv, self.Sk)
+
+    def bias(self, device: str, requires_grad: bool = False) -> Tensor | None:
+        """The float bias (biases, Hq, S, Sk), or None."""
+        if not self.biases:
+            return None
+        generator = torch.Generator(device).manual_seed(1)
+        shape = (self.biases, self.Hq, self.S, self.Sk)
+        bias = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
+        return bias.requires_grad_(requires_grad)
 
 
 def _grid(tokens: int, width: int, dims: tuple, lengths: tuple, group: int = 1, **fixed) -> list:
@@ -144,4 +156,31 @@ PRESETS: dict[str, Callable[[], list[Problem]]] = {
     "quick": lambda: _grid(16384, 2048, (64, 128), (2048,)),
     "cpu": lambda: _grid(2048, 512, (64, 128), (512, 2048), dtype=torch.float32),
     "tiny": lambda: _grid(128, 64, (16,), (64,), dtype=torch.float32),
+}
+
+# (B, H, tokens, D, biases): windows of Swin with 7x7 and 8x8 tokens, whose batch shares a position
+# bias, or whose bias holds the mask of shifted windows too; of short sequences with relative
+# positions; and few windows
+_WINDOWS = (
+    (2048, 8, 49, 32, 1),
+    (2048, 8, 64, 32, 1),
+    (512, 8, 49, 32, 512),
+    (1024, 8, 64, 64, 1),
+    (512, 12, 144, 32, 1),
+    (256, 12, 128, 64, 1),
+    (256, 8, 256, 32, 1),
+    (64, 12, 196, 64, 64),
+    (16, 8, 49, 32, 1),
+    (16, 12, 128, 64, 1),
+)
+
+
+def _windows() -> list[Problem]:
+    return [Problem(B, H, H, S, D, causal=False, biases=n) for B, H, S, D, n in _WINDOWS]
+
+
+# grids that `bench forward` and `bench backward` measure beside PRESETS
+BIASED: dict[str, Callable[[], list[Problem]]] = {
+    "windows": _windows,
+    "tiny-windows": lambda: [Problem(3, 2, 2, 9, 16, False, torch.float32, biases=1)],
 }

@@ -155,7 +155,7 @@ def sweep_records(rows: list[tuple[Problem, list[Result]]], backward: bool) -> l
     """The results for the JSON file: a record for each problem and implementation."""
     records = []
     for problem, results in rows:
-        names = ("B", "Hq", "Hkv", "S", "Sk", "D", "causal")
+        names = ("B", "Hq", "Hkv", "S", "Sk", "D", "causal", "biases")
         shape = {name: getattr(problem, name) for name in names}
         shape["dtype"] = str(problem.dtype).removeprefix("torch.")
         for r in results:

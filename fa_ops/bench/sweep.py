@@ -49,15 +49,19 @@ def _prepare(
     implementation: Implementation, problem: Problem, device: str, backward: bool, checker: Checker
 ) -> tuple[Run | None, str | None]:
     """The run, or the reason for an error: a missing package or feature, memory, wrong results."""
+    if problem.biases and not implementation.takes_bias:
+        return None, "measured without a bias only"
     try:
-        q, k, v = problem.inputs(device, implementation.layout, requires_grad=backward)
+        leaves = problem.inputs(device, implementation.layout, requires_grad=backward)
+        if problem.biases:
+            leaves = (*leaves, problem.bias(device, requires_grad=backward))
         call = implementation.build(problem, device)
         with implementation.context():
-            out = call(q, k, v)
+            out = call(*leaves)
             results = [out]
             if backward:
                 cotangent = grad_out(out)
-                results += torch.autograd.grad(out, (q, k, v), cotangent)
+                results += torch.autograd.grad(out, leaves, cotangent)
         wrong = checker.error(results)
     except Exception as error:
         return None, failure(error)
@@ -67,11 +71,11 @@ def _prepare(
     if wrong is not None:
         return None, f"WRONG: {wrong}"
     if not backward:
-        return Run(lambda _: call(q, k, v), context=implementation.context), None
+        return Run(lambda _: call(*leaves), context=implementation.context), None
     # Each backward has a forward pass of its own, as compiled peers free their saved tensors.
     run = Run(
-        timed=lambda out: torch.autograd.grad(out, (q, k, v), cotangent),
-        prepare=lambda: call(q, k, v),
+        timed=lambda out: torch.autograd.grad(out, leaves, cotangent),
+        prepare=lambda: call(*leaves),
         context=implementation.context,
     )
     return run, None

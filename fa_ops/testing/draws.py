@@ -37,7 +37,8 @@ class Family:
     kind: str  # one of KINDS
     fields: dict[str, Any]
     sides: tuple[bool, bool] = (False, False)  # which sides of the window are bounded
-    # or "decoding" (few queries, many keys), "many" (heads and batches), "prefill" (many queries)
+    # or "decoding" (few queries, many keys), "many" (heads and batches), "prefill" (many queries),
+    # "windows" (few tokens and a bias)
     sizes: str = "ordinary"
 
     def case(self, pick: Pick, device: str = "cpu") -> AnyCase:
@@ -56,6 +57,8 @@ class Family:
         # with much larger scores, rounding alone can make the weights of a row wrong
         fields.setdefault("magnitude", rarely(pick, (0.0, 8.0), 1.0, 5))
         fields["Hkv"] = pick((2, 3) if self.sizes == "many" else (1, 2, 3))
+        if self.sizes == "windows":
+            return _windows(pick, fields)
         fields["Hq"] = fields["Hkv"] * pick((3, 4) if self.sizes == "many" else (1, 2, 3, 4))
         return (self._packed if self.kind == "packed" else self._dense)(pick, fields)
 
@@ -129,6 +132,8 @@ def family(
     }
     if kind == "dense":
         fields |= _mask_features(pick)
+        if dtype.itemsize == 2 and rarely(pick, (True,), False, 6):
+            return Family(kind, fields | _window_features(pick, edge), sizes="windows")
     if edge:
         fields |= hazards.draw_hazard(pick, kind, fields)
     sizes = ("many",) if kind == "packed" else ("decoding", "many")
@@ -144,6 +149,31 @@ def _mask_features(pick: Pick) -> dict:
     grad = mask == "float" and pick((False, True))
     fields = {"ranges": ranges, "mask": mask, "mask_shape": bits(pick, 4), "mask_grad": grad}
     return fields | {"mask_blocks": rarely(pick, (True,), False, 2)}
+
+
+def _window_features(pick: Pick, edge: bool) -> dict:
+    """Fields of windows of an image: a bias for each head, that the batch shares or not.
+
+    An `edge` has NaN or Inf, or unusual strides.
+    """
+    D, operands = pick((16, 32, 40, 64)), ("query", "key", "value", "grad_out", "attn_mask")
+    fields = {
+        "D": D, "Dv": rarely(pick, (24, 64), D), "is_causal": False, "softcap": 0.0, "alibi": None,
+        "sinks": False, "kv_lens": False, "dropout_p": 0.0, "ranges": False, "mask": "float",
+        "mask_shape": pick(((0, 1, 1, 1), (0, 1, 1, 1), (1, 1, 1, 1), (1, 0, 1, 1))),
+        "mask_grad": pick((False, True)), "mask_blocks": False,
+    }  # fmt: skip
+    if edge and pick((False, True)):
+        return fields | {"poison": f"{pick(hazards.NUMBERS)} {pick(operands)}"}
+    return fields | {"strides": edge}
+
+
+def _windows(pick: Pick, fields: dict) -> Case:
+    """Windows of at most 64 tokens, and some longer ones, whose backward pass is another kernel."""
+    fields.pop("ranges")
+    H, lengths = fields["Hkv"], pick((range(1, 65), (16, 49, 64), (65, 100, 128)))
+    sizes = {"Hq": H, "B": pick((1, 2, 5, 12)), "Sq": pick(lengths), "Sk": pick(lengths)}
+    return Case(**fields | sizes, mask_holes=pick((False, True)))
 
 
 def _cache_features(pick: Pick, dtype: torch.dtype, D: int) -> dict:

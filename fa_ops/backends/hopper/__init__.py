@@ -51,7 +51,6 @@ from fa_ops.types import (
 )
 
 _ALTERNATIVE = "the triton backend can run it"
-_MANY = 16  # rows of a batch, for which a kernel that loops over them is faster
 
 
 def is_for_this_gpu() -> bool:
@@ -112,8 +111,6 @@ def supports(call: Call) -> str | None:
 def _is_slow_for_short_rows(call: Call) -> bool:
     """Whether rows with a bias are so short that the kernel that holds them whole is faster."""
     q, k, v, spec, saved = call.query, call.key, call.value, call.spec, call.saved
-    if q.shape[0] < _MANY:
-        return False
     if saved is not None:
         return has_short_gradients(q, k, v, spec, saved.mask_grad)
     return has_short_rows(q, k, v, spec)

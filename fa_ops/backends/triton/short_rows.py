@@ -50,7 +50,7 @@ from fa_ops.backends.triton.primitives import (
     natural,
     store_tile,
 )
-from fa_ops.types import Gradients, Spec
+from fa_ops.types import MAX_SHORT_ROWS, Gradients, Spec
 
 
 @triton.jit
@@ -392,8 +392,8 @@ def _launch(
     q, strides, chunks = tensors[0], _strides(named), sizes[-1]
     _, mask, batch_stride, _, row_stride, key_stride = bias
     aligned_rows, wide = _layout(named, strides, ROW_UNIT.value)
-    # offsets within a head, of at most 256 rows and keys
-    wide = wide or 256 * (row_stride + key_stride) >= 1 << 31
+    # offsets within a head
+    wide = wide or MAX_SHORT_ROWS * (row_stride + key_stride) >= 1 << 31
     layout = Layout(aligned_rows, wide)
     keeps = tile.keeps_bias and (sizes[0] == 1 or batch_stride == 0)
     optional = tuple(None if t is None else t.dtype for t in tensors)
