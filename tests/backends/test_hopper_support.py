@@ -5,6 +5,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fa_ops.backends import hopper
+from fa_ops.call import DENSE, Call, Saved
 from fa_ops.types import Spec
 
 HALF = (torch.float16, torch.bfloat16)
@@ -73,3 +74,26 @@ def test_what_is_named_instead_can_run_it():
     assert hopper.cache_error(q, k, v, None, Spec()).endswith("the cpu backend can run it")
     error = hopper.support_error(*qkv(), Spec(scale=-1.0))
     assert error == "needs a positive scale, got -1.0; the triton backend can run it"
+
+
+def refusal(S, D=32, backend="auto", bias=(1, 4), backward=False, **options):
+    """Why hopper refuses dense attention of S tokens with a bias, or None."""
+    q = torch.empty(2, 4, S, D, dtype=torch.bfloat16, device="cuda")
+    lse = torch.empty(2, 4, S, device="cuda")
+    saved = Saved(q, None, q, lse, True) if backward else None
+    spec = Spec(mask(torch.bfloat16, *bias, S, S), **options)
+    return hopper.supports(Call(DENSE, q, q, q, spec, backend=backend, saved=saved))
+
+
+def test_short_rows_with_a_bias_are_left_to_triton():
+    slower = "is slower for short rows with a bias; the triton backend can run it"
+    assert refusal(49) == refusal(128, 64) == refusal(49, bias=(2, 4)) == slower
+    assert refusal(49, backward=True) == refusal(64, 64, backward=True) == slower
+    assert refusal(49, bias=(2, 4), backward=True) == slower
+
+
+def test_other_rows_with_a_bias_are_not():
+    """Also those whose gradient is another kernel's, and what names the backend."""
+    assert refusal(136) is refusal(64, 72) is refusal(64, is_causal=True) is None
+    assert refusal(128, backward=True) is refusal(64, bias=(2, 1), backward=True) is None
+    assert refusal(49, backend="hopper") is refusal(49, backend="hopper", backward=True) is None

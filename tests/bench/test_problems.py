@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fa_ops.bench.problems import PRESETS, Problem
+from fa_ops.bench.problems import BIASED, PRESETS, Problem
 
 
 def test_flops_are_those_of_two_matmuls_and_half_if_causal():
@@ -35,11 +35,11 @@ def test_the_standard_grid_has_constant_tokens_and_width():
     assert {(p.B * p.S, p.Hq * p.D, p.Hq == p.Hkv) for p in grid} == {(16384, 2048, True)}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PRESETS | BIASED)
 def test_presets_hold_valid_problems(preset):
-    for problem in PRESETS[preset]():
+    for problem in (PRESETS | BIASED)[preset]():
         assert min(problem.B, problem.Hkv) >= 1
-        assert problem.Hq % problem.Hkv == 0
+        assert problem.Hq % problem.Hkv == 0 and problem.biases in (0, 1, problem.B)
 
 
 def test_inputs_have_equal_values_in_both_layouts():

@@ -9,7 +9,7 @@ import typer
 
 from fa_ops.bench import peers, report
 from fa_ops.bench.peers import Implementation
-from fa_ops.bench.problems import PRESETS
+from fa_ops.bench.problems import BIASED, PRESETS
 from fa_ops.bench.sweep import sweep
 
 
@@ -81,3 +81,30 @@ def test_cuda_runs_name_every_peer():
     names = {i.name for i in peers.implementations("cuda")}
     assert {"sdpa cudnn", "sdpa flash", "sdpa math", "flex"} <= names
     assert {f"flash-attn {n}" for n in (2, 3, 4)} <= names
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_windows_have_a_bias_whose_gradient_is_timed_too(backward):
+    """An implementation that ignores the bias is wrong, one that takes none is not measured."""
+    taken = []
+
+    def ours(problem, device):
+        def call(q, k, v, bias):
+            taken.append(bias.requires_grad)
+            return F.scaled_dot_product_attention(q, k, v, bias)
+
+        return call
+
+    def ignores_bias(problem, device):
+        return lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v) + 0 * bias.sum()
+
+    (problem,) = BIASED["tiny-windows"]()
+    assert str(problem) == "D16 full S9 B3 H2 biases 1"
+    builds = {"it": ours, "wrong": ignores_bias}
+    known = [Implementation(name, build, takes_bias=True) for name, build in builds.items()]
+    with torch.set_grad_enabled(backward):
+        rows = list(sweep([problem], [*known, Implementation("no", right)], "cpu", backward, 1.0))
+    ((_, (it, wrong, no)),) = rows
+    assert it.time is not None and it.reason is None and set(taken) == {backward}
+    assert wrong.reason.startswith("WRONG: out") and no.reason == "measured without a bias only"
+    assert report.sweep_records(rows, backward)[0]["biases"] == 1

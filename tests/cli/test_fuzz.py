@@ -169,7 +169,7 @@ def test_draws_cover_every_feature():
     assert everywhere | caches <= seen["cached"]
     eight = {"int8", "scales given", "rotated", "keys without their mean", "NaN or Inf"}
     assert (everywhere - {"ALiBi"}) | eight | {"kv_lens", "key ranges"} <= seen["quantized"]
-    assert sizes == {"ordinary", "decoding", "many", "prefill"}
+    assert sizes == {"ordinary", "decoding", "many", "prefill", "windows"}
 
 
 def test_prefill_over_a_cache_is_drawn_on_gpus_only():

@@ -35,7 +35,6 @@ def compiled(monkeypatch):
             return lambda grid, args: None
 
         monkeypatch.setattr(short_rows, "bind", bind)
-        monkeypatch.setattr(short_rows, "architecture", lambda device: arch)
         monkeypatch.setattr(short_rows, "_launches", {})
         q, spec = meta(B, H, S, D), Spec(meta(1 if shared else B, H, S, S))
         if backward:

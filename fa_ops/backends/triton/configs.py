@@ -116,8 +116,7 @@ _QUANTIZED = {
 class ShortTile(Tile):
     """The tile of a kernel that loops over the batch, see `short_rows`."""
 
-    per_sm: int = 4  # programs for each multiprocessor
-    keeps_bias: bool = True  # in registers, if the batch shares it
+    per_sm: int = 2  # programs for each multiprocessor
 
     def chunks(self, batch: int, programs: int, multiprocessors: int) -> int:
         """The number of parts of the batch, of `programs` programs each; equal ones if possible."""
@@ -125,24 +124,32 @@ class ShortTile(Tile):
         return -(-batch // -(-batch // parts))
 
 
+# Figures are microseconds on an H200, bf16, batch x heads x tokens, the bias shared by the batch:
+# `bench forward --preset windows`. Threads of eight warps take 254 instead of 120 (64 tokens, two
+# stages), a limit of 128 registers 88 instead of 76; 4 and 8 programs per multiprocessor 81 and 85.
+
+
+@functools.cache
+def short_forward_tile(Sq: int, Sk: int) -> ShortTile:
+    """The forward tile that holds whole rows of Sk keys."""
+    rows, keys = min(64, padded(Sq)), padded(Sk)
+    # 2048 x 8 x 49, D 32: 76; one stage 142, two 120. 1024 x 8 x 64, D 64: 69, 95 and 96.
+    # 256 x 12 x 128, D 64: two stages 85, one 110; 128 rows 97, eight warps 150
+    return ShortTile(rows, keys, 4, 3 if keys <= 64 else 2)
+
+
+@functools.cache
+def short_backward_tile(Sq: int, Sk: int, head_dim: int, shared: bool) -> ShortTile:
+    """The tile that holds all queries and keys of a head, in at least 32 rows each.
+
+    shared: whether one bias is that of the whole batch.
+    """
+    # 2048 x 8 x 49, D 32: 167; two stages 215, one 320. 512 x 8 x 49 with own biases: one stage 89,
+    # three 108. More than 32 features are not measured: with two stages, threads spill in the loop
+    stages = 3 if shared and head_dim <= 32 else 1
+    return ShortTile(max(32, padded(Sq)), max(32, padded(Sk)), 4, stages)
+
+
 def longest_short_rows(arch: int) -> int:
     """The most keys of rows that a program holds whole; the interpreter has no registers."""
-    return 256 if arch == 90 or INTERPRETED else 128
-
-
-@functools.cache
-def short_forward_tile(arch: int, Sq: int, Sk: int, head_dim: int) -> ShortTile:
-    """The tile that holds whole rows of Sk keys."""
-    rows, keys = min(64, padded(Sq)), padded(Sk)
-    stages = 2 if keys * max(32, padded(head_dim)) <= 64 * 64 else 1
-    if keys <= 64:
-        return ShortTile(rows, keys, 4, stages, per_sm=8)
-    return ShortTile(rows, keys, 8, stages, keeps_bias=arch == 90)
-
-
-@functools.cache
-def short_backward_tile(arch: int, Sq: int, Sk: int, head_dim: int) -> ShortTile:
-    """The tile that holds all queries and keys of a head, in at least 32 rows each."""
-    rows, keys = max(32, padded(Sq)), max(32, padded(Sk))
-    warps = 4 if arch == 90 and head_dim <= 32 else 8
-    return ShortTile(rows, keys, warps, 2 if head_dim <= 32 else 1, per_sm=4)
+    return 128 if arch == 90 or INTERPRETED else 64

@@ -35,13 +35,7 @@ from fa_ops.backends.triton.backward_key_kernel import key_value_grad_block
 from fa_ops.backends.triton.backward_query_kernel import query_grad_block
 from fa_ops.backends.triton.configs import ShortTile, short_backward_tile, short_forward_tile
 from fa_ops.backends.triton.forward_kernel import EXACT_KEYS, EXACT_ROWS, attend_block
-from fa_ops.backends.triton.launch import (
-    Launch,
-    architecture,
-    bind,
-    empty,
-    multiprocessors,
-)
+from fa_ops.backends.triton.launch import Launch, bind, empty, multiprocessors
 from fa_ops.backends.triton.primitives import (
     LN2,
     LOG2E,
@@ -325,14 +319,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     row, device = Hq * Dv, q.get_device()
     out = empty((B, Hq, Sq, Dv), (Sq * row, Dv, row, 1), q.dtype, device)
     lse = empty((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device)
-    bias, kind = _bias(spec, B, Hq, Sq, Sk, D)
-    tile = short_forward_tile(architecture(q.device), Sq, Sk, max(D, Dv))
+    bias, kind, shared = _bias(spec, B, Hq, Sq, Sk, D)
+    tile = short_forward_tile(Sq, Sk)
     blocks = Hq * -(-Sq // tile.block_m)
     chunks = tile.chunks(B, blocks, multiprocessors(device))
     sizes = (B, Hq, Hq // Hkv, Sq, Sk, chunks)
-    _launch(
-        short_forward_kernel, tile, named, (q, k, v, out, lse), sizes, bias, kind, (D, Dv), blocks
-    )
+    tensors, more = (q, k, v, out, lse), {"KEEPS": shared}
+    _launch(short_forward_kernel, tile, named, tensors, sizes, bias, kind, (D, Dv), blocks, more)
     return out, lse
 
 
@@ -351,8 +344,8 @@ def backward(
         return _restored(grads, q, k, v)
     dq, dk, dv = map(_written_like, (q, k, v))
     rows = torch.empty((2, B * Hq, ROW_UNIT.value), dtype=torch.float32, device=q.device)
-    bias, kind = _bias(spec, B, Hq, Sq, Sk, D)
-    tile = short_backward_tile(architecture(q.device), Sq, Sk, max(D, Dv))
+    bias, kind, shared = _bias(spec, B, Hq, Sq, Sk, D)
+    tile = short_backward_tile(Sq, Sk, max(D, Dv), shared)
     chunks = tile.chunks(B, Hq, multiprocessors(q.get_device()))
     dmask, sums = None, False
     if mask_grad:
@@ -364,7 +357,7 @@ def backward(
         grad_lse = grad_lse.contiguous()
     tensors = (q, k, v, grad_out, out, lse.contiguous(), grad_lse, dq, dk, dv, *rows, dmask)
     named |= {"dq": dq, "dk": dk, "dv": dv}
-    sizes, more = (B, Hq, Sq, Sk, chunks), {"SUMS": sums}
+    sizes, more = (B, Hq, Sq, Sk, chunks), {"KEEPS": shared, "SUMS": sums}
     _launch(short_backward_kernel, tile, named, tensors, sizes, bias, kind, (D, Dv), Hq, more)
     if sums:
         summed = tuple(at for at, size in enumerate(shape) if size == 1)
@@ -373,42 +366,41 @@ def backward(
     return Gradients(*grads, dmask.view(spec.attn_mask.shape) if mask_grad else None)
 
 
-def _bias(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tuple, Class]:
-    """(scale in units of log2, the bias of all scores and its strides), and the class."""
+def _bias(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tuple, Class, bool]:
+    """(scale in units of log2, the bias of all scores and its strides), the class, and whether the
+    batch shares the bias."""
     values, kind = arguments(spec, B, Hq, Sq, Sk, D)
-    return (values[0], *values[2:7]), kind
+    bias = (values[0], *values[2:7])
+    return bias, kind, B == 1 or bias[2] == 0
 
 
 def _launch(
     kernel: Any, tile: ShortTile, named: Mapping[str, Tensor], tensors: tuple, sizes: tuple,
-    bias: tuple, kind: Class, dims: tuple[int, int], programs: int,
-    more: Mapping[str, bool] | None = None,
+    bias: tuple, kind: Class, dims: tuple[int, int], programs: int, more: Mapping[str, bool],
 ) -> None:  # fmt: skip
     """Launch `programs` programs for each chunk of the batch; compiled on first use.
 
     named: the tensors whose strides the kernel takes. sizes: from the batch on, the chunks last.
-    more: constexpr parameters of this kernel alone.
+    more: other constexpr parameters.
     """
     q, strides, chunks = tensors[0], _strides(named), sizes[-1]
-    _, mask, batch_stride, _, row_stride, key_stride = bias
+    row_stride, key_stride = bias[-2:]
     aligned_rows, wide = _layout(named, strides, ROW_UNIT.value)
     # offsets within a head
     wide = wide or MAX_SHORT_ROWS * (row_stride + key_stride) >= 1 << 31
     layout = Layout(aligned_rows, wide)
-    keeps = tile.keeps_bias and (sizes[0] == 1 or batch_stride == 0)
     optional = tuple(None if t is None else t.dtype for t in tensors)
-    more = dict(more or {})
-    key = (kernel, tile, dims, layout, kind, keeps, optional, q.device, *more.values())
+    key = (kernel, tile, dims, layout, kind, optional, q.device, *more.values())
     launch = _launches.get(key)
     args = (*tensors, *strides, *sizes, *bias)
     if launch is None:
         D, Dv = dims
         constants = {
             "D": D, "Dv": Dv, "BLOCK_D": padded(D), "BLOCK_DV": padded(Dv),
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "KEEPS": keeps,
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **more,
         }  # fmt: skip
         launch = _launches[key] = bind(
-            kernel, args, constants | more, tile.options(), device=q.device,
+            kernel, args, constants, tile.options(), device=q.device,
             divisors=layout.divisors(tuple(named), q.dtype) | kind.divisors(),
             fixed=kind.fixed(), wide=layout.wide,
         )  # fmt: skip
