@@ -54,9 +54,7 @@ def _sdpa(name: str, backend: SDPBackend, default: bool = True) -> Implementatio
         )
 
     context = functools.partial(sdpa_kernel, backend)
-    return Implementation(
-        f"sdpa {name}", build, context=context, default=default, takes_bias=True
-    )
+    return Implementation(f"sdpa {name}", build, context=context, default=default, takes_bias=True)
 
 
 def compiled_flex(**options) -> Callable[..., Tensor]:

@@ -72,12 +72,12 @@ def backward(
     """Gradients of dense attention; always deterministic."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
-    grad_out, out = _rows_contiguous(grad_out), _rows_contiguous(out)
+    grad_out, out = rows_contiguous(grad_out), rows_contiguous(out)
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out}
-    if needs_copies(_layout(named, _strides(named), max(Sq, Sk)), q.dtype, D, Dv):
+    if needs_copies(layout_of(named, strides_of(named), max(Sq, Sk)), q.dtype, D, Dv):
         do, qa, ka, va, o = aligned(grad_out, q, k, v, out)
         grads = backward(do, grad_lse, qa, ka, va, o, lse, scaled(spec, D), mask_grad)
-        return _restored(grads, q, k, v)
+        return restored_gradients(grads, q, k, v)
     values, kind = arguments(spec, B, Hq, Sq, Sk, D)
     problem = BackwardProblem(
         q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Sq, Sk),
@@ -99,12 +99,12 @@ def varlen_backward(
     """Gradients of packed attention; always deterministic."""
     Tq, Hq, D = q.shape
     Tk, Hkv, Dv = v.shape
-    grad_out, out = _rows_contiguous(grad_out), _rows_contiguous(out)
+    grad_out, out = rows_contiguous(grad_out), rows_contiguous(out)
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out}
-    if needs_copies(_layout(named, _strides(named), max(Tq, Tk)), q.dtype, D, Dv):
+    if needs_copies(layout_of(named, strides_of(named), max(Tq, Tk)), q.dtype, D, Dv):
         do, qa, ka, va, o = aligned(grad_out, q, k, v, out)
         grads = varlen_backward(do, grad_lse, qa, ka, va, o, lse, packing, scaled(spec, D))
-        return _restored(grads, q, k, v)
+        return restored_gradients(grads, q, k, v)
     cu_q, cu_k = packing.cu_seqlens_q.contiguous(), packing.cu_seqlens_k.contiguous()
     B = cu_q.numel() - 1
     values, kind = arguments(spec, B, Hq, Tq, Tk, D)
@@ -119,23 +119,25 @@ def varlen_backward(
     return Gradients(*grads, None, dsinks)
 
 
-def _restored(grads: Gradients, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+def restored_gradients(grads: Gradients, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """The gradients of q, k and v from those of their `aligned` copies."""
     query, key, value = (restored(x, like) for x, like in zip(grads, (q, k, v)))
     return grads._replace(query=query, key=key, value=value)
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
+def rows_contiguous(x: Tensor) -> Tensor:
+    """x, or a contiguous copy if the elements of a row are not adjacent."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _written_like(x: Tensor) -> Tensor:
+def written_like(x: Tensor) -> Tensor:
     """A tensor for the gradient of x: `torch.empty_like(x)`, or a contiguous one if rows of x
     overlap, because torch gives the former another order of dimensions then."""
     like = torch.empty_like(x)
-    return like if _rows_contiguous(like) is like else like.contiguous()
+    return like if rows_contiguous(like) is like else like.contiguous()
 
 
-def _laid_out_as(grad: Tensor, x: Tensor) -> Tensor:
+def laid_out_as(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient in the memory layout of `torch.empty_like(x)`."""
     if x.stride() == grad.stride() or x.is_contiguous():
         return grad
@@ -148,7 +150,7 @@ def _query_key_value(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and row_lse and row_delta of `query_grad_kernel`."""
     q, k, v, grad_out, out, (batch, Hq, group, Sq, Sk) = problem[:6]
-    dq, dk, dv = map(_written_like, (q, k, v))
+    dq, dk, dv = map(written_like, (q, k, v))
     row_lse, row_delta = _row_buffers(problem, q.device)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
@@ -170,7 +172,7 @@ def _query_key_value(
             problem.wave(Hkv), tuple(parts.values()), parts,
         )  # fmt: skip
         launch((problem.programs(Sk, tile.block_n, Hkv), 1, 1), args)
-    dq, dk, dv = (_laid_out_as(g, x) for g, x in zip((dq, dk, dv), (q, k, v)))
+    dq, dk, dv = (laid_out_as(g, x) for g, x in zip((dq, dk, dv), (q, k, v)))
     return dq, dk, dv, row_lse, row_delta
 
 
@@ -249,7 +251,7 @@ def _sinks_gradient(row_lse: Tensor, row_delta: Tensor, sinks: Tensor) -> Tensor
     return -(weight * row_delta.view_as(weight)).sum((0, 2)).to(sinks.dtype)
 
 
-def _strides(named: Mapping[str, Tensor]) -> tuple[int, ...]:
+def strides_of(named: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Batch, head and sequence strides of each tensor; 0, head and token strides if packed."""
     found: list[int] = []
     for x in named.values():
@@ -276,9 +278,9 @@ def _prepare(
     parameters besides `constants`.
     """
     q, kind, dims = problem.q, problem.kind, problem.dims
-    strides = _strides(named)
+    strides = strides_of(named)
     args = (*tensors, *strides, *problem.sizes, last_size, *problem.values)
-    layout = _layout(named, strides, max(problem.sizes[3:]))
+    layout = layout_of(named, strides, max(problem.sizes[3:]))
     key = (
         kernel, q.dtype, dims, problem.packed, problem.even, layout, kind, precision(q.dtype),
         q.device, extra,
@@ -296,7 +298,7 @@ def _prepare(
     return *found, args
 
 
-def _layout(named: Mapping[str, Tensor], strides: tuple[int, ...], rows: int) -> Layout:
+def layout_of(named: Mapping[str, Tensor], strides: tuple[int, ...], rows: int) -> Layout:
     """Aligned: every row of every tensor; wide: a row's offset within its head needs 64 bits."""
     elements = addresses = 0
     for stride in strides:

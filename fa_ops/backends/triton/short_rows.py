@@ -23,12 +23,12 @@ from torch import Tensor
 from fa_ops.backends.triton.alignment import aligned, narrowed, needs_copies, scaled
 from fa_ops.backends.triton.arguments import Class, Layout, arguments, padded
 from fa_ops.backends.triton.backward import (
-    _laid_out_as,
-    _layout,
-    _restored,
-    _rows_contiguous,
-    _strides,
-    _written_like,
+    laid_out_as,
+    layout_of,
+    restored_gradients,
+    rows_contiguous,
+    strides_of,
+    written_like,
 )
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT, exact_size, row_capacity
 from fa_ops.backends.triton.backward_key_kernel import key_value_grad_block
@@ -312,7 +312,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
     named = {"q": q, "k": k, "v": v}
-    layout = _layout(named, _strides(named), max(Sq, Sk))
+    layout = layout_of(named, strides_of(named), max(Sq, Sk))
     if needs_copies(layout, q.dtype, D, Dv):
         out, lse = forward(*aligned(q, k, v), scaled(spec, D))
         return narrowed(out, Dv), lse
@@ -336,13 +336,13 @@ def backward(
     """The gradients of `forward`, of one key head for each query head; always deterministic."""
     B, Hq, Sq, D = q.shape
     Sk, Dv = v.shape[2:]
-    grad_out, out = _rows_contiguous(grad_out), _rows_contiguous(out)
+    grad_out, out = rows_contiguous(grad_out), rows_contiguous(out)
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out}
-    if needs_copies(_layout(named, _strides(named), max(Sq, Sk)), q.dtype, D, Dv):
+    if needs_copies(layout_of(named, strides_of(named), max(Sq, Sk)), q.dtype, D, Dv):
         do, qa, ka, va, o = aligned(grad_out, q, k, v, out)
         grads = backward(do, grad_lse, qa, ka, va, o, lse, scaled(spec, D), mask_grad)
-        return _restored(grads, q, k, v)
-    dq, dk, dv = map(_written_like, (q, k, v))
+        return restored_gradients(grads, q, k, v)
+    dq, dk, dv = map(written_like, (q, k, v))
     rows = torch.empty((2, B * Hq, ROW_UNIT.value), dtype=torch.float32, device=q.device)
     bias, kind, shared = _bias(spec, B, Hq, Sq, Sk, D)
     tile = short_backward_tile(Sq, Sk, max(D, Dv), shared)
@@ -362,7 +362,7 @@ def backward(
     if sums:
         summed = tuple(at for at, size in enumerate(shape) if size == 1)
         dmask = dmask.sum(summed, keepdim=True).to(spec.attn_mask.dtype)
-    grads = (_laid_out_as(grad, x) for grad, x in zip((dq, dk, dv), (q, k, v)))
+    grads = (laid_out_as(grad, x) for grad, x in zip((dq, dk, dv), (q, k, v)))
     return Gradients(*grads, dmask.view(spec.attn_mask.shape) if mask_grad else None)
 
 
@@ -383,9 +383,9 @@ def _launch(
     named: the tensors whose strides the kernel takes. sizes: from the batch on, the chunks last.
     more: other constexpr parameters.
     """
-    q, strides, chunks = tensors[0], _strides(named), sizes[-1]
+    q, strides, chunks = tensors[0], strides_of(named), sizes[-1]
     row_stride, key_stride = bias[-2:]
-    aligned_rows, wide = _layout(named, strides, ROW_UNIT.value)
+    aligned_rows, wide = layout_of(named, strides, ROW_UNIT.value)
     # offsets within a head
     wide = wide or MAX_SHORT_ROWS * (row_stride + key_stride) >= 1 << 31
     layout = Layout(aligned_rows, wide)
