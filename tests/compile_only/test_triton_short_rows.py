@@ -8,6 +8,7 @@ triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch, short_rows  # noqa: E402
+from fa_ops.backends.triton.configs import holds_short_rows  # noqa: E402
 from fa_ops.types import Spec  # noqa: E402
 from tests.compile_only.sass import assert_fits, disassembled, main_loop  # noqa: E402
 
@@ -48,24 +49,33 @@ def compiled(monkeypatch):
 
 
 def assert_fits_in_the_loop(kernel, arch, folder):
-    """Threads keep nothing in memory in the loop over the batch; on other GPUs than Hopper's, whose
-    products have their operands in registers, a few values."""
-    assert_fits(kernel, arch, folder, 32 if arch == 90 else 96)
+    """Threads keep one value at most in memory in the loop over the batch."""
+    assert_fits(kernel, arch, folder, 32)
     loop = main_loop(disassembled(kernel.asm["cubin"], folder))
-    assert sum(name.startswith(("LDL", "STL")) for name in loop) <= (0 if arch == 90 else 24)
+    assert sum(name.startswith(("LDL", "STL")) for name in loop) <= 1
 
 
-WINDOWS = [(49, 32, True), (49, 32, False), (64, 64, True)]
+FORWARD = [
+    *((90, *shape) for shape in [(49, 32, True), (49, 32, False), (64, 64, True)]),
+    *((90, 128, 64, shared) for shared in (True, False)),
+    (80, 49, 32, False),
+    *((arch, 64, 64, True) for arch in (80, 100, 120)),
+]
+BACKWARD = [
+    *((90, *shape) for shape in [(49, 32, True), (49, 32, False), (64, 64, True)]),
+    (80, 49, 32, False),
+    *((arch, 49, 32, True) for arch in (80, 100, 120)),
+]
 
 
-@pytest.mark.parametrize("arch", [80, 89, 90])
-@pytest.mark.parametrize("S, D, shared", [*WINDOWS, (128, 64, True)])
-def test_forward(S, D, shared, arch, compiled, tmp_path):
+@pytest.mark.parametrize("arch, S, D, shared", FORWARD)
+def test_forward(arch, S, D, shared, compiled, tmp_path):
+    assert holds_short_rows(arch, S, D, backward=False)
     assert_fits_in_the_loop(compiled(arch, S, D, shared), arch, tmp_path)
 
 
-@pytest.mark.parametrize("arch", [80, 89, 90])
-@pytest.mark.parametrize("S, D, shared", WINDOWS)
-def test_backward(S, D, shared, arch, compiled, tmp_path):
+@pytest.mark.parametrize("arch, S, D, shared", BACKWARD)
+def test_backward(arch, S, D, shared, compiled, tmp_path):
+    assert holds_short_rows(arch, S, D, backward=True)
     kernel = compiled(arch, S, D, shared, backward=True)
     assert_fits_in_the_loop(kernel, arch, tmp_path)

@@ -31,7 +31,8 @@ def windows(number: int, **fields):
         "Sk": r.choice((1, 35, 49, 64)), "D": D, "Dv": Dv, "mask": "float", "mask_shape": shape,
         "mask_grad": r.random() < 0.8, "mask_holes": r.random() < 0.4,
         "layout": r.choice(LAYOUTS), "grad_layout": r.choice(GRAD_LAYOUTS),
-        "lse_grad": r.random() < 0.5, "dtype": HALF[number // 4 % 2], "seed": seed, "device": "cuda",
+        "lse_grad": r.random() < 0.5, "dtype": HALF[number // 4 % 2],
+        "seed": seed, "device": "cuda",
     }  # fmt: skip
     return make_case(**(drawn | fields))
 

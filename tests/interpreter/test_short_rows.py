@@ -38,10 +38,10 @@ def kernels(case: Case) -> tuple[str, str]:
 
 def window(r: random.Random, **fields) -> Case:
     """Windows of a batch, of any shape that both passes take."""
-    H = r.choice((1, 2, 3))
+    H = r.choice((1, 2))
     shape = r.choice(((0, 1, 1, 1), (0, 1, 1, 1), (1, 1, 1, 1), (0, 0, 1, 1), (0, 1, 0, 1)))
     drawn = {
-        "B": r.choice((1, 2, 5)), "Hq": H, "Hkv": H, "Sq": r.choice((1, 7, 16, 33, 49, 64)),
+        "B": r.choice((1, 2, 3)), "Hq": H, "Hkv": H, "Sq": r.choice((1, 7, 16, 33, 49, 64)),
         "Sk": r.choice((1, 9, 16, 31, 49, 64)), "D": r.choice((8, 16, 24, 32, 37, 64)),
         "Dv": r.choice((8, 16, 32, 40)), "mask": "float", "mask_shape": shape,
         "mask_grad": r.random() < 0.7, "mask_holes": r.random() < 0.4,
@@ -52,14 +52,14 @@ def window(r: random.Random, **fields) -> Case:
     return make_case(**(drawn | fields))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_windows(seed):
     case = window(random.Random(seed))
     assert kernels(case) == (FORWARD, BACKWARD)
-    assert_right(case, "triton", Arena() if seed % 2 else None, repeated=seed % 8 == 0)
+    assert_right(case, "triton", Arena() if seed % 2 else None, repeated=seed == 0)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_rows_that_only_the_forward_pass_holds(seed):
     r = random.Random(seed)
     Hkv = r.choice((1, 2))
@@ -76,12 +76,11 @@ def test_rows_that_only_the_forward_pass_holds(seed):
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
 def test_numbers_that_are_not_finite(number, operand):
     """They reach only what attends them, whose windows are recomputed."""
-    for seed in range(2):
-        case = window(
-            random.Random(seed), B=3, Sq=33, Sk=49, D=16, Dv=16, mask_holes=True,
-            poison=f"{number} {operand}", layout="bhsd",
-        )  # fmt: skip
-        assert_right(case, "triton", None, repeated=False)
+    case = window(
+        random.Random(number + operand), B=2, Sq=20, Sk=30, D=16, Dv=16, mask_holes=True,
+        poison=f"{number} {operand}", layout="bhsd",
+    )  # fmt: skip
+    assert_right(case, "triton", None, repeated=False)
 
 
 @pytest.mark.parametrize("low", [float("-inf"), torch.finfo(torch.float32).min, -1e9])

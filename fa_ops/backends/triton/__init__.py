@@ -14,7 +14,7 @@ from fa_ops.backends.triton import short_rows
 from fa_ops.backends.triton.arguments import size_error
 from fa_ops.backends.triton.backward import backward, varlen_backward
 from fa_ops.backends.triton.cached import attends_whole_rows, cache_forward, prepare_append
-from fa_ops.backends.triton.configs import longest_short_rows
+from fa_ops.backends.triton.configs import holds_short_rows
 from fa_ops.backends.triton.configs_backward import holds_wide_single
 from fa_ops.backends.triton.decode import cache_error, prepare_cached
 from fa_ops.backends.triton.forward import forward, varlen_forward
@@ -92,9 +92,12 @@ def plan(call: Call) -> Plan:
         return general("8-bit forward", quantized_forward)
     q, k, v, saved = call.query, call.key, call.value, call.saved
     if saved is not None:
-        if call.kind == DENSE and has_short_gradients(q, k, v, call.spec, saved.mask_grad):
+        if call.kind != DENSE:
+            return general("backward", varlen_backward)
+        is_short = has_short_gradients(q, k, v, call.spec, saved.mask_grad)
+        if is_short and _holds_short_rows(call):
             return general("backward of short rows", short_rows.backward)
-        return general("backward", backward if call.kind == DENSE else varlen_backward)
+        return general("backward", backward)
     if call.kind == PACKED:
         return general("forward", varlen_forward)
     if call.kind == CACHED:
@@ -103,10 +106,15 @@ def plan(call: Call) -> Plan:
         return Plan("split-KV decoding", prepare_cached)
     if is_decoding(q.shape[2], call.num_keys, call.spec):
         return decoding(Plan("split-KV decoding", prepare_cached))
-    longest = longest_short_rows(architecture(q.device))
-    if k.shape[2] <= longest and has_short_rows(q, k, v, call.spec):
+    if has_short_rows(q, k, v, call.spec) and _holds_short_rows(call):
         return general("forward of short rows", short_rows.forward)
     return general("forward", forward)
+
+
+def _holds_short_rows(call: Call) -> bool:
+    q, k, v = call.query, call.key, call.value
+    tokens, widest = max(q.shape[2], k.shape[2]), max(q.shape[3], v.shape[3])
+    return holds_short_rows(architecture(q.device), tokens, widest, call.saved is not None)
 
 
 def _quantized_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:

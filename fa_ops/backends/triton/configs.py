@@ -150,6 +150,11 @@ def short_backward_tile(Sq: int, Sk: int, head_dim: int, shared: bool) -> ShortT
     return ShortTile(max(32, padded(Sq)), max(32, padded(Sk)), 4, stages)
 
 
-def longest_short_rows(arch: int) -> int:
-    """The most keys of rows that a program holds whole; the interpreter has no registers."""
-    return 128 if arch == 90 or INTERPRETED else 64
+def holds_short_rows(arch: int, tokens: int, head_dim: int, backward: bool) -> bool:
+    """Whether registers hold whole rows; `tests/compile_only` finds no values spilled in the loop.
+
+    The interpreter has no registers. tokens: the larger of Sq and Sk.
+    """
+    if arch == 90 or INTERPRETED:
+        return True
+    return tokens <= 64 and not (backward and head_dim > 32)

@@ -336,8 +336,8 @@ def backward(
     """The gradients of `forward`, of one key head for each query head; always deterministic."""
     B, Hq, Sq, D = q.shape
     Sk, Dv = v.shape[2:]
-    grad_out, out = rows_contiguous(grad_out), rows_contiguous(out)
-    named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out}
+    named = {"q": q, "k": k, "v": v}
+    named |= {"grad_out": rows_contiguous(grad_out), "out": rows_contiguous(out)}
     if needs_copies(layout_of(named, strides_of(named), max(Sq, Sk)), q.dtype, D, Dv):
         do, qa, ka, va, o = aligned(grad_out, q, k, v, out)
         grads = backward(do, grad_lse, qa, ka, va, o, lse, scaled(spec, D), mask_grad)
@@ -355,7 +355,7 @@ def backward(
         dmask = torch.empty((chunks if sums else B, Hq, Sq, Sk), dtype=dtype, device=q.device)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    tensors = (q, k, v, grad_out, out, lse.contiguous(), grad_lse, dq, dk, dv, *rows, dmask)
+    tensors = (*named.values(), lse.contiguous(), grad_lse, dq, dk, dv, *rows, dmask)
     named |= {"dq": dq, "dk": dk, "dv": dv}
     sizes, more = (B, Hq, Sq, Sk, chunks), {"KEEPS": shared, "SUMS": sums}
     _launch(short_backward_kernel, tile, named, tensors, sizes, bias, kind, (D, Dv), Hq, more)
