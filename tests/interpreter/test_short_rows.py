@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fa_ops import planning
-from fa_ops.backends.triton import launch, plan, short_rows
+from fa_ops.backends.triton import configs, launch, plan, short_rows
 from fa_ops.call import DENSE, Call, Saved
 from fa_ops.testing import (
     Arena,
@@ -159,6 +159,14 @@ def test_the_gradient_of_a_bias_that_part_of_the_batch_shares_is_computed_by_the
         for mask_grad in (False, True):
             chosen = kernels(make_case(**(case.__dict__ | {"mask_grad": mask_grad})))
             assert chosen == (FORWARD, "backward" if partial and mask_grad else BACKWARD)
+
+
+def test_gpus_with_fewer_registers_for_it_hold_fewer_scores(monkeypatch):
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    case = window(random.Random(0), Sq=49, Sk=49, D=32, Dv=32)
+    assert kernels(case) == (FORWARD, BACKWARD)
+    assert kernels(make_case(**(case.__dict__ | {"D": 64}))) == (FORWARD, "backward")
+    assert kernels(make_case(**(case.__dict__ | {"Sk": 65}))) == ("forward", "backward")
 
 
 def test_random_calls_reach_them():

@@ -151,7 +151,7 @@ def short_backward_tile(Sq: int, Sk: int, head_dim: int, shared: bool) -> ShortT
 
 
 def holds_short_rows(arch: int, tokens: int, head_dim: int, backward: bool) -> bool:
-    """Whether registers hold whole rows; `tests/compile_only` finds no values spilled in the loop.
+    """Whether registers hold whole rows: `tests/compile_only` counts what the loop spills.
 
     The interpreter has no registers. tokens: the larger of Sq and Sk.
     """
