@@ -281,7 +281,7 @@ def _whole_mask(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     Not only of the keys in a window: all masks of a forward pass record the same.
     """
     kept = attention_mask.bool()
-    return kept.all(), (kept[:, 1:] >= kept[:, :-1]).all() & kept[:, -1].all()
+    return kept.all(), (kept[:, 1:] >= kept[:, :-1]).all()
 
 
 def _padding_ranges(request: Request, only_padding: bool) -> tuple[Padding, Tensor]:

@@ -139,16 +139,14 @@ def _has_holes(mask: MaskArguments) -> bool:
 
 def _kept(mask: MaskArguments, end: Tensor) -> Tensor | None:
     """Bool (Sq,), whether the own keys of queries, those before `end`, are kept; None: all."""
-    kept = None
-    if mask.key_ranges is not None:
-        lo, hi = mask.key_ranges[0, 0].unbind(-1)
-        kept = (lo < end) & (end <= hi)
-    if not _has_holes(mask):
-        return kept
-    row = mask.attn_mask[0, 0, 0]
-    row = row if row.dtype == torch.bool else row == 0
-    row = row.gather(0, (end - 1).clamp(0, row.shape[0] - 1).long())
-    return row if kept is None else row & kept
+    if _has_holes(mask):
+        kept = mask.attn_mask[0, 0, 0]
+        kept = kept if kept.dtype == torch.bool else kept == 0
+        return kept.gather(0, (end - 1).clamp(0, kept.shape[0] - 1).long())
+    if mask.key_ranges is None:
+        return None
+    lo, hi = mask.key_ranges[0, 0].unbind(-1)
+    return (lo < end) & (end <= hi)
 
 
 def _restricted(mask: MaskArguments, lo: Tensor, hi: Tensor) -> MaskArguments:

@@ -232,3 +232,35 @@ def test_an_import_that_fails_within_transformers_says_why(tmp_path):
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},
     )  # fmt: skip
     assert "no operator nms" in run.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("version", ["5.16.2", "5.17.0", "6.0.0"])
+def test_only_an_older_release_is_said_to_be_too_old(version, tmp_path):
+    """The package has the errors of a lazy import: the cause is two errors below the last."""
+    package = tmp_path / "transformers"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text(
+        "try:\n"
+        "    try:\n"
+        "        raise RuntimeError('no operator nms')\n"
+        "    except RuntimeError as error:\n"
+        "        raise ValueError('no module') from error\n"
+        "except ValueError as error:\n"
+        "    raise ImportError('no name') from error\n"
+    )
+    info = tmp_path / f"transformers-{version}.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", "import hf_integration"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    last = run.stderr.strip().splitlines()[-1]
+    if version == "5.16.2":
+        assert "hf_integration needs transformers 5.17 or later, found 5.16.2" in last
+    else:
+        assert f"transformers {version} cannot be imported: no operator nms" in last
+    assert "ImportError: no name" in run.stderr

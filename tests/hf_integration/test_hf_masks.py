@@ -74,8 +74,8 @@ def padding(kind: str) -> torch.Tensor | None:
         valid[:, :3] = False
     elif kind == "holes":
         valid[1, 5] = False
-    elif kind == "unused end":
-        valid[:, 10:] = False
+    elif kind in ("unused end", "hidden last key"):  # of ten that are filled
+        valid[:, 10 if kind == "unused end" else 9 :] = False
     elif kind == "empty row":
         valid[1] = False
     return None if kind == "none" else valid
@@ -121,7 +121,8 @@ def made(fields: dict) -> tuple[torch.Tensor, str]:
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["known offset", "offset on device"])
 @pytest.mark.parametrize(
-    "pad", ["none", "ones", "left", "equal left", "right", "unused end", "empty row"]
+    "pad",
+    ["none", "ones", "left", "equal left", "right", "unused end", "hidden last key", "empty row"],
 )
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_masks_are_exact_and_compact(name, pad, on_device):

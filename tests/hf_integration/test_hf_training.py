@@ -15,6 +15,7 @@ from transformers import (
 
 import fa_ops
 from hf_integration import packing
+from hf_integration.encodings import MaskArguments, PackingHint
 
 LENGTHS = (5, 7, 3)
 
@@ -162,6 +163,16 @@ def test_packed_documents_with_padding_inside(counted):
         ours = model(ids, attention_mask=mask, position_ids=torch.cat(positions, 1)).logits
     seen = mask.bool()
     torch.testing.assert_close(ours[seen], torch.cat(expected, 1)[seen], atol=1e-4, rtol=1e-4)
+
+
+def test_a_block_of_an_image_stays_within_its_document():
+    """The first two tokens of each document are a block, which attends both ways."""
+    ends = torch.tensor([2, 2, 3, 5, 5, 6], dtype=torch.int32)
+    ranges = torch.stack([torch.zeros_like(ends), ends], -1)[None, None]
+    mask = MaskArguments(key_ranges=ranges, packing=PackingHint.POSSIBLE)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    found = packing.within_positions(mask, positions, (6, 6), is_whole=True).key_ranges[0, 0]
+    assert found.tolist() == [[0, 2], [0, 2], [0, 3], [3, 5], [3, 5], [3, 6]]
 
 
 def drawn_positions(rng: random.Random, S: int) -> list[int]:
