@@ -27,8 +27,6 @@ DUPLICATED_LINES = {
     (f"{HOPPER}/decode.cu", f"{HOPPER}/mla.cu"): 6,
     # the layout of shared memory, and the product of scores in registers that ptxas allocates
     (f"{HOPPER}/forward.cu", f"{HOPPER}/quantized.cu"): 14,
-    # constexpr arguments of a kernel, by name
-    ("fa_ops/backends/triton/backward.py", "fa_ops/backends/triton/forward.py"): 7,
 }
 
 

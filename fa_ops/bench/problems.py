@@ -151,6 +151,9 @@ PRESETS: dict[str, Callable[[], list[Problem]]] = {
     "models": _models,
     "dims": lambda: _grid(16384, 2048, (72, 80, 88, 96, 104, 112), (1024, 4096)),
     "wide": lambda: _grid(16384, 2048, (512,), (1024, 2048, 8192, 16384)),
+    "float32": lambda: _grid(
+        16384, 2048, (32, 64, 128), (128, 256, 512, 1024, 2048, 4096), dtype=torch.float32
+    ),
     "quantized": _quantized,
     "quantized-cpu": lambda: _grid(1024, 256, (64, 128), (512,), dtype=torch.float32),
     "quick": lambda: _grid(16384, 2048, (64, 128), (2048,)),

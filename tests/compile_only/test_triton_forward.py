@@ -49,10 +49,11 @@ def compiled(arch, D, spec, dtype=torch.bfloat16, packed=False, Dv=None, page=0)
     ends = (meta(B + 1, dtype=torch.int32),) * 2 if packed else (None, None)
     pages = (meta(B, 16, dtype=torch.int32), 16, 32) if page else (None, 0, 0)
     args = (q, q, v, v, lse, *strides, B, Hq, 1, S, S, *values, *ends, *pages)
-    tile = forward_tile(arch, dtype, max(D, Dv or D), kind, page)
+    dims, mode = (D, Dv or D), "ieee"
+    tile = forward_tile(arch, dtype, max(dims), kind, mode, page)
     divisors = arguments.Layout(True, False).divisors("qkv", dtype) | kind.divisors()
     return launch.compile_kernel(
-        host.forward_kernel, args, host.constants(tile, D, Dv or D, kind, dtype, page),
+        host.forward_kernel, args, host.constants(tile, dims, kind, mode, page),
         tile.options(), GPUTarget("cuda", arch, 32), divisors=divisors, fixed=kind.fixed(),
     )  # fmt: skip
 

@@ -12,9 +12,10 @@ The last runs every eighth call from number 3 on: eight processes compile Triton
 runs forward and decoding kernels only, on inputs without uninitialised memory, such as unused parts
 of a cache. `quantized` makes calls with 8-bit products, `quantized_packed` of packed sequences, and
 `tiles` calls with masks whose `mask_blocks` hold their tiles, or any numbers. `whole_heads` runs
-backward passes in which a CTA has all keys of a head, and `append` calls that write new keys to a
-cache, every second one with lengths and pages outside it. Prints the number of calls; results are
-checked by other tests.
+backward passes in which a CTA has all keys of a head, `append` calls that write new keys to a
+cache, every second one with lengths and pages outside it, and `float32` dense and packed calls of
+that dtype, which are multiplied as large ones are. Prints the number of calls; results are checked
+by other tests.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends.hopper import dense_backward
+from fa_ops.backends.triton import configs
 from fa_ops.cli.fuzz_cases import refusal
 from fa_ops.testing import PackedCase, draws, make_case, random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
@@ -191,6 +193,33 @@ def run_cached(module, first: int, step: int) -> int:
     return calls
 
 
+def run_float32(backend: str, first: int, step: int) -> int:
+    """Dense and packed calls, every third with keys whose rows are recomputed."""
+    module, calls = functions_of(backend), 0
+    ends = torch.tensor([5, 5, 122, 155], device="cuda", dtype=torch.int32)
+    packing, plain = Packing(ends, ends), {"mask": None, "mask_grad": False, "key_ranges": None}
+    configs.is_small = lambda scores, head_dim: False
+    for number in range(first, CASES, step):
+        D, is_packed = (64, 32, 128, 40, 16)[number % 5], number % 2 > 0
+        options = {"D": D, "Dv": D, "dtype": torch.float32, "device": "cuda"}
+        options |= plain | {"B": 1, "Sq": 160, "Sk": 160} if is_packed else {"kv_lens": False}
+        case = random_case(number, **options)
+        q, k, v, spec = case.fresh()
+        if number % 3 == 2:
+            k[:, :, 1] = float("nan")
+        if is_packed:
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+            spec = spec._replace(kv_lens=None)
+            out, lse = module.varlen_forward(q, k, v, packing, spec)
+            module.varlen_backward(torch.randn_like(out), None, q, k, v, out, lse, packing, spec)
+        else:
+            out, lse = module.forward(q, k, v, spec)
+            grads = torch.randn_like(out), torch.randn_like(lse)
+            module.backward(*grads, q, k, v, out, lse, spec, case.mask == "float")
+        calls += 1
+    return calls
+
+
 def run_appends(backend: str, first: int, step: int) -> int:
     """New keys and values for caches of all forms, and for latent ones."""
     calls = 0
@@ -315,7 +344,7 @@ def call(case: draws.AnyCase, backend: str, backward: bool) -> None:
 
 MODES = {"": run, "broken": run_broken, "forward": run_forward, "quantized": run_quantized}
 MODES |= {"quantized_packed": run_packed_quantized, "tiles": run_tiles, "append": run_appends}
-MODES["whole_heads"] = run_whole_heads
+MODES |= {"whole_heads": run_whole_heads, "float32": run_float32}
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():

@@ -193,6 +193,11 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def widths(dims: tuple[int, int]) -> dict[str, int]:
+    """The constexpr parameters of kernels for heads of D and Dv features."""
+    return dict(zip(("D", "Dv", "BLOCK_D", "BLOCK_DV"), (*dims, *map(padded, dims))))
+
+
 def precision(dtype: torch.dtype) -> str:
     """Precision of fp32 products, according to torch's setting.
 

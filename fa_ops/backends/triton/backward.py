@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.triton.alignment import aligned, needs_copies, restored, scaled
-from fa_ops.backends.triton.arguments import LOG2E, Class, Layout, arguments, padded, precision
+from fa_ops.backends.triton.arguments import LOG2E, Class, Layout, arguments, widths
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT
 from fa_ops.backends.triton.backward_key_kernel import key_value_grad_kernel
 from fa_ops.backends.triton.backward_query_kernel import query_grad_kernel
 from fa_ops.backends.triton.configs import Tile
-from fa_ops.backends.triton.configs_backward import backward_tiles, mask_tile
+from fa_ops.backends.triton.configs_backward import backward_tiles, divides, mask_tile
+from fa_ops.backends.triton.float32_parts import in_parts, products
 from fa_ops.backends.triton.launch import Launch, architecture, bind
 from fa_ops.backends.triton.mask_backward_kernel import mask_grad_kernel
 from fa_ops.types import ALIGNMENT, Gradients, Packing, Spec
@@ -26,7 +27,8 @@ _SPLIT_PROGRAMS = 512  # of the mask's gradient: a few for each multiprocessor
 class BackwardProblem(NamedTuple):
     """The tensors, sizes and options of one call."""
 
-    q: Tensor
+    inputs: tuple[Tensor, Tensor, Tensor]
+    q: Tensor  # these four as the kernels read them, see `in_parts`
     k: Tensor
     v: Tensor
     grad_out: Tensor
@@ -35,6 +37,23 @@ class BackwardProblem(NamedTuple):
     dims: tuple[int, int]  # D, Dv
     values: tuple  # of arguments.NAMES and cu_seqlens_q, cu_seqlens_k
     kind: Class
+    mode: str  # of products
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Tensor, sizes: tuple,
+        dims: tuple[int, int], values: tuple, kind: Class, softcap: float,
+    ) -> BackwardProblem:  # fmt: skip
+        """The problem of these tensors."""
+        batch, Hq, _, Sq, Sk = sizes
+        scores = batch * Hq * Sq * Sk  # packed sequences are taken for equally long ones
+        if values[-1] is not None:
+            scores //= max(batch, 1) ** 2
+        mode = products(q, scores, *dims, softcap)
+        operands = q, k, v, grad_out
+        if mode == "split":
+            operands = in_parts(*operands)
+        return cls((q, k, v), *operands, out, sizes, dims, values, kind, mode)
 
     @property
     def packed(self) -> bool:
@@ -79,9 +98,9 @@ def backward(
         grads = backward(do, grad_lse, qa, ka, va, o, lse, scaled(spec, D), mask_grad)
         return restored_gradients(grads, q, k, v)
     values, kind = arguments(spec, B, Hq, Sq, Sk, D)
-    problem = BackwardProblem(
-        q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Sq, Sk),
-        (D, Dv), (*values, None, None), kind,
+    problem = BackwardProblem.of(
+        q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Sq, Sk), (D, Dv), (*values, None, None), kind,
+        spec.softcap,
     )  # fmt: skip
     *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
     dmask = dsinks = None
@@ -108,9 +127,9 @@ def varlen_backward(
     cu_q, cu_k = packing.cu_seqlens_q.contiguous(), packing.cu_seqlens_k.contiguous()
     B = cu_q.numel() - 1
     values, kind = arguments(spec, B, Hq, Tq, Tk, D)
-    problem = BackwardProblem(
-        q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Tq, Tk),
-        (D, Dv), (*values, cu_q, cu_k), kind,
+    problem = BackwardProblem.of(
+        q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Tq, Tk), (D, Dv), (*values, cu_q, cu_k), kind,
+        spec.softcap,
     )  # fmt: skip
     *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
     dsinks = None
@@ -149,8 +168,8 @@ def _query_key_value(
     problem: BackwardProblem, grad_lse: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and row_lse and row_delta of `query_grad_kernel`."""
-    q, k, v, grad_out, out, (batch, Hq, group, Sq, Sk) = problem[:6]
-    dq, dk, dv = map(written_like, (q, k, v))
+    inputs, q, k, v, grad_out, out, (batch, Hq, group, Sq, Sk) = problem[:7]
+    dq, dk, dv = map(written_like, inputs)
     row_lse, row_delta = _row_buffers(problem, q.device)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
@@ -159,7 +178,7 @@ def _query_key_value(
     tensors = (q, k, v, grad_out, out, lse.contiguous(), grad_lse, dq, row_lse, row_delta)
     launch, tile, args = _prepare(
         query_grad_kernel, functools.partial(_tile, 0), problem, named, tensors, problem.wave(Hq),
-        (grad_lse is None,), {"DIVIDES": max(problem.dims) > 256},
+        (grad_lse is None,), {"DIVIDES": divides(problem.mode, max(problem.dims))},
     )  # fmt: skip
     launch((problem.programs(Sq, tile.block_m, Hq), 1, 1), args)
 
@@ -172,7 +191,7 @@ def _query_key_value(
             problem.wave(Hkv), tuple(parts.values()), parts,
         )  # fmt: skip
         launch((problem.programs(Sk, tile.block_n, Hkv), 1, 1), args)
-    dq, dk, dv = (laid_out_as(g, x) for g, x in zip((dq, dk, dv), (q, k, v)))
+    dq, dk, dv = (laid_out_as(g, x) for g, x in zip((dq, dk, dv), inputs))
     return dq, dk, dv, row_lse, row_delta
 
 
@@ -182,15 +201,16 @@ def _launched_parts(problem: BackwardProblem) -> tuple[dict[str, bool], ...]:
     Registers hold sums of both gradients up to 256 features. Two launches compute the scores twice:
     eight products where one would take seven.
     """
-    if max(problem.dims) <= 256:
-        return ({"WITH_DK": True, "WITH_DV": True, "DIVIDES": False},)
+    widest = max(problem.dims)
+    if widest <= 256:
+        return ({"WITH_DK": True, "WITH_DV": True, "DIVIDES": divides(problem.mode, widest)},)
     return tuple({"WITH_DK": dk, "WITH_DV": not dk, "DIVIDES": True} for dk in (True, False))
 
 
 def _tile(index: int, problem: BackwardProblem) -> Tile:
     """The tile of the launch with that index: of dq, then of keys and values."""
-    q = problem.q
-    return backward_tiles(architecture(q.device), q.dtype, max(problem.dims))[index]
+    arch = architecture(problem.q.device)
+    return backward_tiles(arch, problem.out.dtype, max(problem.dims), problem.mode)[index]
 
 
 def _mask_gradient(
@@ -201,11 +221,11 @@ def _mask_gradient(
     If few tiles of the mask are broadcast to many of the scores, the sum is split over several
     programs per tile, whose partial sums are added here, deterministically and without atomics.
     """
-    q, k, v, grad_out, _, (batch, Hq, _, Sq, Sk), dims = problem[:7]
+    _, q, k, v, grad_out, out, (batch, Hq, _, Sq, Sk), dims = problem[:8]
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     # a dimension of size 1 that is not broadcast needs no sum, but a sum of one is right too
     once = tuple(size == 1 for size in shape)
-    tile = mask_tile(q.dtype, max(dims))
+    tile = mask_tile(out.dtype, max(dims))
     loop = tiles = 1
     for one, count in zip(once, (batch, Hq, -(-Sq // tile.block_m), -(-Sk // tile.block_n))):
         loop, tiles = (loop * count, tiles) if one else (loop, tiles * count)
@@ -282,13 +302,13 @@ def _prepare(
     args = (*tensors, *strides, *problem.sizes, last_size, *problem.values)
     layout = layout_of(named, strides, max(problem.sizes[3:]))
     key = (
-        kernel, q.dtype, dims, problem.packed, problem.even, layout, kind, precision(q.dtype),
-        q.device, extra,
+        kernel, q.dtype, dims, problem.packed, problem.even, layout, kind, problem.mode, q.device,
+        extra,
     )  # fmt: skip
     found = _launches.get(key)
     if found is None:
         tile = choose_tile(problem)
-        constexpr = constants(tile, dims, problem.even, kind, q.dtype) | dict(more or {})
+        constexpr = constants(tile, dims, problem.even, kind, problem.mode) | dict(more or {})
         launch = bind(
             kernel, args, constexpr, tile.options(), device=q.device,
             divisors=layout.divisors(tuple(named), q.dtype) | kind.divisors() | _ROW_DIVISORS,
@@ -310,18 +330,14 @@ def layout_of(named: Mapping[str, Tensor], strides: tuple[int, ...], rows: int) 
 
 
 def constants(
-    tile: Tile, dims: tuple[int, int], even: bool, kind: Class, dtype: torch.dtype
+    tile: Tile, dims: tuple[int, int], even: bool, kind: Class, mode: str
 ) -> dict[str, Any]:
     """The constexpr parameters of every backward kernel."""
-    D, Dv = dims
     return {
-        "D": D,
-        "Dv": Dv,
-        "BLOCK_D": padded(D),
-        "BLOCK_DV": padded(Dv),
+        **widths(dims),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "EVEN": even,
         "EXTREME": kind.extreme,
-        "PRECISION": precision(dtype),
+        "PRECISION": mode,
     }

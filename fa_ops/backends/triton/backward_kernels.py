@@ -11,6 +11,7 @@ seven products and was slower on an H200 at every size.)
 import triton
 import triton.language as tl
 
+from fa_ops.backends.triton.matrix_products import operand
 from fa_ops.backends.triton.primitives import (
     LN2,
     LOG2E,
@@ -55,6 +56,22 @@ def load_rows(
 
 
 @triton.jit
+def load_row_parts(
+    base, part, start, stride, low, high, width: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """An operand of `product` from rows that `load_rows` loads, as in `load_parts`."""
+    if PRECISION == "split" or PRECISION == "joined":
+        x = load_rows(base, start, stride, low, high, COLS, ROWS, COLS, CHECK)
+        y = load_rows(base + part, start, stride, low, high, COLS, ROWS, COLS, CHECK)
+        z = load_rows(base + 2 * part, start, stride, low, high, COLS, ROWS, COLS, CHECK)
+        return operand(x, y, z, PRECISION)
+    else:
+        x = load_rows(base, start, stride, low, high, width, ROWS, COLS, CHECK)
+        return x, x, x
+
+
+@triton.jit
 def score_gradients(
     qk, dp, lse, delta, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
     mask_stride_k, ranges, ranges_stride_q, seed, batch_head, threshold, keep_scale, window_left,
@@ -96,19 +113,6 @@ def score_gradients(
     if EXACT:
         ds, dx = tl.where(p == 0.0, 0.0, ds), tl.where(p == 0.0, 0.0, dx)
     return w, ds, dx
-
-
-@triton.jit
-def divided(x, never):
-    """The product x, divided over all warps; `never` is a condition that does not hold.
-
-    Where Triton sees that a product is an operand of another one, it gives each warp 16 rows of its
-    own. Of a tile with fewer rows, the other warps would compute the same rows again. Behind a
-    branch it does not see that, and divides the columns too.
-    """
-    if never:
-        x = -x
-    return x
 
 
 @triton.jit

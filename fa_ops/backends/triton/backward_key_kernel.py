@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 
 from fa_ops.backends.triton.backward_kernels import (
-    divided,
     exact_size,
-    load_rows,
+    load_row_parts,
     product_scale,
     row_capacity,
     row_offset,
@@ -14,12 +13,20 @@ from fa_ops.backends.triton.backward_kernels import (
     score_gradients,
 )
 from fa_ops.backends.triton.block_lists import block_of_step, walk_queries
+from fa_ops.backends.triton.matrix_products import (
+    divided,
+    exact_precision,
+    parts,
+    product,
+    transposed,
+)
 from fa_ops.backends.triton.primitives import (
     LOG2E,
     find_sequence,
     has_nonfinite,
     is_masked,
     load_ranges,
+    may_redo,
     opaque,
     positions,
     replace_nonfinite,
@@ -105,6 +112,11 @@ def key_value_grad_block(
     v += hk * v_stride_h
     dk += hk * dk_stride_h
     dv += hk * dv_stride_h
+    # between the parts of float32, see `product`
+    q_part = Hq * q_stride_h if PACKED else batch * q_stride_b
+    do_part = Hq * grad_out_stride_h if PACKED else batch * grad_out_stride_b
+    k_part = Hq // group * k_stride_h if PACKED else batch * k_stride_b
+    v_part = Hq // group * v_stride_h if PACKED else batch * v_stride_b
     limit = Sk
     if kv_lens is not None:
         limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
@@ -121,9 +133,13 @@ def key_value_grad_block(
     else:
         n_begin = n0
         j = n0 + tl.arange(0, BLOCK_N)[:, None]
-        kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
+        kt = load_row_parts(
+            k, k_part, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True, PRECISION
+        )
         if WITH_DK:
-            vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
+            vt = load_row_parts(
+                v, v_part, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True, PRECISION
+            )
     STEP: tl.constexpr = BLOCK_M if blocks is None else 1
     dk_acc, dv_acc = None, None
     if WITH_DK:
@@ -135,10 +151,14 @@ def key_value_grad_block(
             n_begin = n0 + h // group * KEYS
             h = hk * group + h % group
             j = n_begin + positions(KEYS, True)[:, None]
-            kt = load_rows(k, n_begin, k_stride_s, 0, limit, D, KEYS, BLOCK_D, True)
+            kt = load_row_parts(
+                k, k_part, n_begin, k_stride_s, 0, limit, D, KEYS, BLOCK_D, True, PRECISION
+            )
             is_first = h == hk * group
             if WITH_DK:
-                vt = load_rows(v, n_begin, v_stride_s, 0, limit, Dv, KEYS, BLOCK_DV, True)
+                vt = load_row_parts(
+                    v, v_part, n_begin, v_stride_s, 0, limit, Dv, KEYS, BLOCK_DV, True, PRECISION
+                )
                 dk_acc = tl.where(is_first, 0.0, dk_acc)
             if WITH_DV:
                 dv_acc = tl.where(is_first, 0.0, dv_acc)
@@ -170,28 +190,33 @@ def key_value_grad_block(
             m0 = tl.multiple_of(m0, BLOCK_M)
             rows_m = m0 + positions(BLOCK_M, EXACT)
             i = rows_m[None, :]
-            qt = load_rows(q_head, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, not EVEN)
+            qt = load_row_parts(
+                q_head, q_part, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, not EVEN, PRECISION
+            )
             m = tl.load(row_lse_head + rows_m)
             if blocks is not None:  # a tile may end behind the rows that were written
                 m = tl.where(rows_m < Sq, m, float("inf"))
             if EXACT:
-                qt, nonfinite = replace_nonfinite(qt)
-            qk = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
-            do = load_rows(
-                grad_out_head, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, not EVEN
-            )
+                finite, nonfinite = replace_nonfinite(qt[0])
+                qt = (finite, finite, finite)
+            qk = product(kt, transposed(qt), None, PRECISION, DIVIDES and never)
+            do = load_row_parts(
+                grad_out_head, do_part, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV,
+                not EVEN, PRECISION,
+            )  # fmt: skip
             delta = tl.load(row_delta_head + rows_m)
             if blocks is not None:
                 delta = tl.where(rows_m < Sq, delta, 0.0)
             if EXACT:
-                do, nonfinite_do = replace_nonfinite(do)
+                finite, nonfinite_do = replace_nonfinite(do[0])
+                do = (finite, finite, finite)
                 delta, nonfinite_delta = replace_nonfinite(delta[:, None])
                 delta = tl.reshape(delta, [BLOCK_M])
                 nonfinite = nonfinite | nonfinite_do | nonfinite_delta | (m != m)
                 m = tl.where(nonfinite, -1e38, m)  # makes every weight that is not masked Inf
             dp = qk  # without dk, nothing reads what follows from it
             if WITH_DK:
-                dp = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
+                dp = product(vt, transposed(do), None, PRECISION, DIVIDES and never)
             if DIVIDES and not EXACT:
                 qk = divided(qk, never)
                 if WITH_DK:
@@ -211,9 +236,13 @@ def key_value_grad_block(
                 w = tl.where(nonfinite[None, :], 0.0, w)
                 dx = tl.where(nonfinite[None, :], 0.0, dx)
             if WITH_DV:
-                dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
+                dv_acc = product(
+                    parts(w, do[0], PRECISION), do, dv_acc, PRECISION, DIVIDES and never
+                )
             if WITH_DK:
-                dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
+                dk_acc = product(
+                    parts(dx, qt[0], PRECISION), qt, dk_acc, PRECISION, DIVIDES and never
+                )
         if EXACT:  # noqa: SIM102  (a constexpr and a runtime condition)
             if h == hk * group + group - 1:
                 is_poisoned = poisoned[:, None] > 0
@@ -315,7 +344,7 @@ def key_value_grad_kernel(
         keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
         EVEN, EXTREME, PRECISION, WITH_DK, WITH_DV, DIVIDES, False,
     )  # fmt: skip
-    if is_masked(window_left, window_right, mask, ranges) and redo:
+    if may_redo(window_left, window_right, mask, ranges, PRECISION) and redo:
         b, hk, n0, q_start, rows, k_start, keys = locate_keys(
             opaque(pid), batch, Hq // group, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_N
         )
@@ -328,6 +357,6 @@ def key_value_grad_kernel(
             mask_stride_q, mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows,
             blocks_columns, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b,
             ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
-            window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, 2 * exact_size(q.dtype.element_ty),
-            BLOCK_N, EVEN, EXTREME, PRECISION, WITH_DK, WITH_DV, DIVIDES, True,
+            window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, 2 * exact_size(dk.dtype.element_ty),
+            BLOCK_N, EVEN, EXTREME, exact_precision(PRECISION), WITH_DK, WITH_DV, DIVIDES, True,
         )  # fmt: skip

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from fa_ops.backends.triton.backward_kernels import (
-    divided,
     exact_size,
+    load_row_parts,
     load_rows,
     product_scale,
     row_capacity,
@@ -14,6 +14,14 @@ from fa_ops.backends.triton.backward_kernels import (
     score_gradients,
 )
 from fa_ops.backends.triton.block_lists import block_of_step, walk_keys
+from fa_ops.backends.triton.matrix_products import (
+    divided,
+    exact_precision,
+    joined,
+    parts,
+    product,
+    transposed,
+)
 from fa_ops.backends.triton.primitives import (
     LOG2E,
     find_sequence,
@@ -22,6 +30,7 @@ from fa_ops.backends.triton.primitives import (
     is_masked,
     key_bounds,
     load_ranges,
+    may_redo,
     opaque,
     positions,
     replace_nonfinite,
@@ -64,6 +73,11 @@ def query_grad_block(
     changes no other. Otherwise returns whether any row has to be recomputed so.
     """
     row_stride = row_capacity(tokens, batch, PACKED)
+    # between the parts of float32, see `product`
+    q_part = Hq * q_stride_h if PACKED else batch * q_stride_b
+    do_part = Hq * grad_out_stride_h if PACKED else batch * grad_out_stride_b
+    k_part = Hq // group * k_stride_h if PACKED else batch * k_stride_b
+    v_part = Hq // group * v_stride_h if PACKED else batch * v_stride_b
     if PACKED:
         inside = (b >= 0) & (b < batch)
         at = h.to(tl.int64) * tokens + q_start
@@ -128,10 +142,12 @@ def query_grad_block(
         rows_m = m0 + tl.arange(0, BLOCK_M)
         # loads come before the first reduction, because none would move across its barrier
         m = tl.load(lse + at + rows_m, mask=rows_m < Sq, other=float("-inf"))
-        do = load_rows(grad_out, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
+        do = load_row_parts(
+            grad_out, do_part, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True, PRECISION
+        )
         o = load_rows(out, m0, out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
-        qt = load_rows(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True)
-        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        qt = load_row_parts(q, q_part, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True, PRECISION)
+        delta = tl.sum(o.to(tl.float32) * joined(do, PRECISION).to(tl.float32), 1)
         if grad_lse is not None:
             delta -= tl.load(grad_lse + at + rows_m, mask=rows_m < Sq, other=0.0)
         dead = m == float("-inf")
@@ -152,8 +168,13 @@ def query_grad_block(
             rows_m = m_begin + positions(ROWS, True)
             m = tl.load(row_lse + row_at + rows_m)
             delta = tl.load(row_delta + row_at + rows_m)
-            do = load_rows(grad_out, m_begin, grad_out_stride_s, 0, Sq, Dv, ROWS, BLOCK_DV, True)
-            qt = load_rows(q, m_begin, q_stride_s, 0, Sq, D, ROWS, BLOCK_D, True)
+            do = load_row_parts(
+                grad_out, do_part, m_begin, grad_out_stride_s, 0, Sq, Dv, ROWS, BLOCK_DV, True,
+                PRECISION,
+            )  # fmt: skip
+            qt = load_row_parts(
+                q, q_part, m_begin, q_stride_s, 0, Sq, D, ROWS, BLOCK_D, True, PRECISION
+            )
             acc = tl.where(key_block == 0, 0.0, acc)
             poisoned = tl.where(key_block == 0, 0, poisoned)
         never, is_mixed = n0 < begin, True
@@ -161,15 +182,21 @@ def query_grad_block(
             n0, is_mixed = block_of_step(tiles, listed, last_tile, n0, BLOCK_N)
         n0 = tl.multiple_of(n0, BLOCK_N)
         j = n0 + positions(BLOCK_N, EXACT)[None, :]
-        kt = load_rows(k, n0, k_stride_s, low, hi, D, BLOCK_N, BLOCK_D, CHECK)
+        kt = load_row_parts(
+            k, k_part, n0, k_stride_s, low, hi, D, BLOCK_N, BLOCK_D, CHECK, PRECISION
+        )
         if EXACT:
-            kt, nonfinite = replace_nonfinite(kt)
-        qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
-        vt = load_rows(v, n0, v_stride_s, low, hi, Dv, BLOCK_N, BLOCK_DV, CHECK)
+            finite, nonfinite = replace_nonfinite(kt[0])
+            kt = (finite, finite, finite)
+        qk = product(qt, transposed(kt), None, PRECISION, DIVIDES and never)
+        vt = load_row_parts(
+            v, v_part, n0, v_stride_s, low, hi, Dv, BLOCK_N, BLOCK_DV, CHECK, PRECISION
+        )
         if EXACT:
-            vt, nonfinite_v = replace_nonfinite(vt)
+            finite, nonfinite_v = replace_nonfinite(vt[0])
+            vt = (finite, finite, finite)
             nonfinite = nonfinite | nonfinite_v
-        dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
+        dp = product(do, transposed(vt), None, PRECISION, DIVIDES and never)
         if DIVIDES and not EXACT:
             qk, dp = divided(qk, never), divided(dp, never)
         w, ds, dx = score_gradients(
@@ -180,7 +207,7 @@ def query_grad_block(
         if EXACT:
             found = ((w != 0.0) | (ds != 0.0)) & nonfinite[None, :]
             poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
-        acc = tl.dot(dx.to(kt.dtype), kt, acc, input_precision=PRECISION)
+        acc = product(parts(dx, kt[0], PRECISION), kt, acc, PRECISION, DIVIDES and never)
         if EXACT:
             grad = acc * product_scale(scale, cap)
             grad = tl.where(poisoned[:, None] > 0, float("nan"), grad)
@@ -244,7 +271,7 @@ def query_grad_kernel(
         seed, threshold, keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
         BLOCK_M, BLOCK_N, EVEN, EXTREME, PRECISION, DIVIDES, False,
     )  # fmt: skip
-    if is_masked(window_left, window_right, mask, ranges) and redo:
+    if may_redo(window_left, window_right, mask, ranges, PRECISION) and redo:
         # opaque indices take no registers from the loop above
         b, h, m0 = opaque(b), opaque(h), opaque(m0)
         q_start, rows = opaque(q_start), opaque(rows)
@@ -259,5 +286,6 @@ def query_grad_kernel(
             blocks_columns, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b,
             ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
             window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, 2 *
-            exact_size(q.dtype.element_ty), EVEN, EXTREME, PRECISION, DIVIDES, True,
+            exact_size(out.dtype.element_ty), EVEN, EXTREME, exact_precision(PRECISION), DIVIDES,
+            True,
         )  # fmt: skip

@@ -26,10 +26,19 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
 
 
-def forward_tile(arch: int, dtype: torch.dtype, head_dim: int, kind: Class, page: int = 0) -> Tile:
-    """The forward tile for a GPU of capability `arch` and the larger of D and Dv."""
-    table = _FORWARD_FP32 if dtype == torch.float32 else _FORWARD[_family(arch)]
-    plain, other = table[max(64, padded(head_dim))]
+def forward_tile(
+    arch: int, dtype: torch.dtype, head_dim: int, kind: Class, mode: str, page: int = 0
+) -> Tile:
+    """The forward tile for a GPU of capability `arch` and the larger of D and Dv.
+
+    `dtype` is that of the inputs, `mode` that of `matrix_products.product`.
+    """
+    width, family = padded(head_dim), _family(arch)
+    if mode == "split":
+        plain, other = _FORWARD_SPLIT[family][max(32, width)]
+        return other if kind.mask is not None or kind.slopes or kind.softcap else plain
+    table = _FORWARD_FP32 if dtype == torch.float32 else _FORWARD[family]
+    plain, other = table[max(64, width)]
     if dtype == torch.float32 and arch < 90 and VERSION >= (3, 8):
         # threads of four warps spill sums in the loop, with 255 registers; those of eight have 104
         plain = dataclasses.replace(plain, num_warps=8)
@@ -94,6 +103,33 @@ _FORWARD_FP32 = {
     256: (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2)),
     512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
+# Calls up to this size multiply float32 on the ordinary units: another launch and its allocations
+# take the host longer than parts save. Microseconds of B1 H8 on an H200, with the host's time,
+# ordinary units / parts: 59 / 79 for D32 S512 (2**26) and 225 / 84 for D64 S1024 (2**29), of whose
+# S512 (2**27) the ordinary units take 120. Rows of 16384 tokens are 2.4x to 8x as fast in parts.
+_SMALL = 1 << 26
+
+
+def is_small(scores: int, head_dim: int) -> bool:
+    """Whether a float32 call with so many scores and features takes the ordinary units."""
+    return scores * head_dim <= _SMALL
+
+
+# float32 in three parts of 16 bits, by width: (the plain tile, the tile with masks and biases).
+# TFLOP/s on an H200 at 2048 tokens: 67, 81, 68 (1536); 64 rows and four warps 65, 80, 50
+_FORWARD_SPLIT = {
+    "A100": {
+        32: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
+        128: (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
+    },
+    "H100": {
+        32: (Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2, 128)),
+        64: (Tile(128, 32, 8, 2, 128), Tile(128, 32, 8, 2, 128)),
+        128: (Tile(128, 32, 8, 2), Tile(128, 32, 8, 1)),
+    },
+}
+_FORWARD_SPLIT["B200"] = _FORWARD_SPLIT["A100"]
 
 
 def quantized_tile(arch: int, head_dim: int) -> Tile:

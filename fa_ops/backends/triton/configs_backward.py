@@ -44,6 +44,19 @@ _SINGLE = (
     (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
     (Tile(16, 16, 4, 2), Tile(16, 16, 8, 2)),
 )
+# float32 in three parts of 16 bits, by width
+_SPLIT = {
+    80: {
+        32: (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
+        64: (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
+        128: (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
+    },
+    90: {
+        32: (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 168)),
+        64: (Tile(64, 64, 4, 1), Tile(32, 64, 4, 2)),
+        128: (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+    },
+}
 
 # Heads to 512 wide: (query_tile, that of dk, that of dv). dq and dk read from four tiles in shared
 # memory, of which Hopper's holds one stage; dv reads from three, and has two.
@@ -56,12 +69,21 @@ _WIDE_HALF = {
 _WIDE_SINGLE = Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)  # 128 KiB
 
 
-def backward_tiles(arch: int, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
+def divides(mode: str, head_dim: int) -> bool:
+    """Whether the backward kernels need `matrix_products.divided`: 64 rows for eight warps."""
+    return head_dim > (64 if mode == "split" else 256)
+
+
+def backward_tiles(
+    arch: int, dtype: torch.dtype, head_dim: int, mode: str = "ieee"
+) -> tuple[Tile, ...]:
     """Tiles of `query_grad_kernel` and of each launch of `key_value_grad_kernel` on a GPU of
     capability `arch`: one for both gradients, or one for dk and one for dv.
 
-    `head_dim` is the larger of D and Dv.
+    `head_dim` is the larger of D and Dv, `mode` that of `matrix_products.product`.
     """
+    if mode == "split":
+        return _SPLIT[90 if arch == 90 else 80][max(32, padded(head_dim))]
     size = max(padded(head_dim), 64).bit_length() - 7
     if dtype == torch.float32:
         return _WIDE_SINGLE if size == 3 else _SINGLE[size]

@@ -10,6 +10,13 @@ import triton
 import triton.language as tl
 
 from fa_ops.backends.triton.block_lists import block_of_step, walk_keys
+from fa_ops.backends.triton.matrix_products import (
+    exact_precision,
+    load_parts,
+    parts,
+    product,
+    transposed,
+)
 from fa_ops.backends.triton.primitives import (
     LARGEST,
     LN2,
@@ -25,8 +32,7 @@ from fa_ops.backends.triton.primitives import (
     key_bounds,
     load_keys,
     load_ranges,
-    load_rows,
-    load_tile,
+    may_redo,
     natural,
     opaque,
     page_of,
@@ -137,7 +143,13 @@ def attend_block(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     den = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    qt = load_tile(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True, D == BLOCK_D)
+    q_part = Hq * q_stride_h if PACKED else batch * q_stride_b
+    k_part = Hq // group * k_stride_h if PACKED else batch * k_stride_b
+    v_part = Hq // group * v_stride_h if PACKED else batch * v_stride_b
+    qt = load_parts(
+        q + tl.cast(m0, tl.int64) * q_stride_s, q_part, q_stride_s, -m0, Sq - m0, D, BLOCK_M,
+        BLOCK_D, True, D == BLOCK_D, PRECISION,
+    )  # fmt: skip
     STEP: tl.constexpr = BLOCK_N if blocks is None else 1
     begin, end = lo, hi
     if blocks is not None:
@@ -175,12 +187,14 @@ def attend_block(
             if not GATHERED:
                 keys_end = tl.where(exists, hi, n0)
         if GATHERED:
-            kt = load_keys(k_at, exists, tl.arange(0, BLOCK_D), D, 1, BLOCK_D)
+            gathered = load_keys(k_at, exists, tl.arange(0, BLOCK_D), D, 1, BLOCK_D)
+            kt = (gathered, gathered, gathered)
         else:
-            kt = load_rows(
-                k_at, k_stride_s, above, keys_end - n0, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D
-            )
-        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
+            kt = load_parts(
+                k_at, k_part, k_stride_s, above, keys_end - n0, D, BLOCK_N, BLOCK_D, True,
+                D == BLOCK_D, PRECISION,
+            )  # fmt: skip
+        s = product(qt, transposed(kt), None, PRECISION)
         if not FOLD:
             s, _ = scores(
                 s, i, j, Sq, shift, limit, scale, cap, slope, None, 0, 0, None, None, None, None,
@@ -220,16 +234,19 @@ def attend_block(
             p = tl.where(dropout_keep(rows, j, threshold), p, 0.0)
         acc = acc * alpha[:, None]
         if GATHERED:
-            vt = load_keys(v_at, exists, tl.arange(0, BLOCK_DV), Dv, 1, BLOCK_DV)
+            gathered = load_keys(v_at, exists, tl.arange(0, BLOCK_DV), Dv, 1, BLOCK_DV)
+            vt = (gathered, gathered, gathered)
         else:
-            vt = load_rows(
-                v_at, v_stride_s, above, keys_end - n0, Dv, BLOCK_N, BLOCK_DV, True, Dv == BLOCK_DV
-            )
+            vt = load_parts(
+                v_at, v_part, v_stride_s, above, keys_end - n0, Dv, BLOCK_N, BLOCK_DV, True,
+                Dv == BLOCK_DV, PRECISION,
+            )  # fmt: skip
         if EXACT:
-            vt, nonfinite = replace_nonfinite(vt)
+            finite, nonfinite = replace_nonfinite(vt[0])
+            vt = (finite, finite, finite)
             found = (p != 0.0) & nonfinite[None, :]
             poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
-        acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION)
+        acc = product(parts(p, vt[0], PRECISION), vt, acc, PRECISION)
         if blocks is None and PAGE == 0:
             k += k_step
             v += v_step
@@ -237,6 +254,7 @@ def attend_block(
         acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
         if FOLD:
             m *= scale * LN2
+    highest = m  # of the keys: below a sink, too, it is one of which weights may be infinite
     if sink is not None:
         m, den, alpha = with_sink(m, den, sink, EXACT)
     if PACKED:
@@ -255,9 +273,9 @@ def attend_block(
     acc *= weight[:, None]
     store_tile(out, m0, Hq * Dv, Sq, Dv, acc, Dv == BLOCK_DV)
     # beyond 2**22 a product that is not rounded is too far from a maximum that is
-    redo = tl.abs(m) > (4194304.0 if FOLD else LARGEST)
+    redo = tl.abs(highest) > (4194304.0 if FOLD else LARGEST)
     if mask is None or mask.dtype.element_ty == tl.int1:
-        redo = redo & (m != float("-inf"))
+        redo = redo & (highest != float("-inf"))
     else:
         # a low finite fill may have become -inf, but rows that attend no position have no scores;
         # with natural ones, weights would fit those of the backward pass less well
@@ -266,7 +284,7 @@ def attend_block(
             first, last = load_ranges(ranges, ranges_stride_q, rows_m, Sq)
         redo = redo & attends_some(rows_m, shift, limit, window_left, window_right, first, last)
     redo = tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
-    if is_masked(window_left, window_right, mask, ranges):
+    if may_redo(window_left, window_right, mask, ranges, PRECISION):
         redo = redo | has_nonfinite(acc)
     return redo
 
@@ -337,5 +355,6 @@ def forward_kernel(
                 blocks_columns, slopes, slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b,
                 ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
                 window_right, table, table_stride, pages, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
-                EXACT_ROWS, EXACT_KEYS, FOLD, EXTREME, PRECISION, PAGE, GATHERED, True,
+                EXACT_ROWS, EXACT_KEYS, FOLD, EXTREME, exact_precision(PRECISION), PAGE,
+                GATHERED, True,
             )  # fmt: skip

@@ -3,8 +3,36 @@
 import triton
 import triton.language as tl
 
-from fa_ops.backends.triton.backward_kernels import load_rows, row_capacity, score_gradients
-from fa_ops.backends.triton.primitives import LOG2E, key_bounds, load_ranges
+from fa_ops.backends.triton.backward_kernels import (
+    load_row_parts,
+    row_capacity,
+    score_gradients,
+)
+from fa_ops.backends.triton.matrix_products import exact_precision, product, transposed
+from fa_ops.backends.triton.primitives import (
+    LOG2E,
+    has_nonfinite,
+    key_bounds,
+    load_ranges,
+)
+
+
+@triton.jit
+def tile_product(
+    x, x_part, m0, x_stride, Sq, y, y_part, n0, y_stride, Sk, width: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The product of rows m0 ... of x and rows n0 ... of y."""
+    xt = load_row_parts(x, x_part, m0, x_stride, 0, Sq, width, BLOCK_M, BLOCK, True, PRECISION)
+    yt = load_row_parts(y, y_part, n0, y_stride, 0, Sk, width, BLOCK_N, BLOCK, True, PRECISION)
+    s = product(xt, transposed(yt), None, PRECISION)
+    if PRECISION == "split":  # noqa: SIM102  (a constexpr and a runtime condition)
+        if has_nonfinite(s):
+            s = tile_product(
+                x, x_part, m0, x_stride, Sq, y, y_part, n0, y_stride, Sk, width, BLOCK_M, BLOCK_N,
+                BLOCK, exact_precision(PRECISION),
+            )  # fmt: skip
+    return s
 
 
 @triton.jit(
@@ -90,24 +118,18 @@ def mask_grad_kernel(
         if (n0 >= lo) & (n0 < hi):
             hk = h // group
             at = (b * Hq + h) * row_capacity(Sq, batch, False) + i
-            qt = load_rows(
-                q + b * q_stride_b + h * q_stride_h,
-                m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True,
+            q_at, k_at = q + b * q_stride_b + h * q_stride_h, k + b * k_stride_b + hk * k_stride_h
+            v_at = v + b * v_stride_b + hk * v_stride_h
+            do_at = grad_out + b * grad_out_stride_b + h * grad_out_stride_h
+            qk = tile_product(
+                q_at, batch * q_stride_b, m0, q_stride_s, Sq, k_at, batch * k_stride_b, n0,
+                k_stride_s, limit, D, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
             )  # fmt: skip
-            kt = load_rows(
-                k + b * k_stride_b + hk * k_stride_h,
-                n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True,
+            dp = tile_product(
+                do_at, batch * grad_out_stride_b, m0, grad_out_stride_s, Sq, v_at,
+                batch * v_stride_b, n0, v_stride_s, limit, Dv, BLOCK_M, BLOCK_N, BLOCK_DV,
+                PRECISION,
             )  # fmt: skip
-            qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
-            do = load_rows(
-                grad_out + b * grad_out_stride_b + h * grad_out_stride_h,
-                m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True,
-            )  # fmt: skip
-            vt = load_rows(
-                v + b * v_stride_b + hk * v_stride_h,
-                n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True,
-            )  # fmt: skip
-            dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
             w, ds, dx = score_gradients(
                 qk, dp, tl.load(row_lse + at, mask=i < Sq, other=float("inf")),
                 tl.load(row_delta + at, mask=i < Sq, other=0.0), i, j, Sq, shift, limit, scale, cap,

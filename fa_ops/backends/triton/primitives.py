@@ -454,6 +454,12 @@ def is_masked(window_left, window_right, mask, ranges):
     return not (window_left is window_right is mask is ranges is None)
 
 
+@triton.constexpr_function
+def may_redo(window_left, window_right, mask, ranges, precision):
+    """Whether a tile with a NaN or Inf in its results may have to be recomputed."""
+    return precision == "split" or is_masked(window_left, window_right, mask, ranges)
+
+
 @triton.jit
 def has_nonfinite(x):
     """Whether x has a NaN or Inf, at one FMA per element."""

@@ -1,0 +1,137 @@
+"""Kernels that multiply float32 in parts, without a GPU: registers, memory and instructions."""
+
+import importlib
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from fa_ops.backends.triton import configs, float32_parts, launch  # noqa: E402
+from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
+from fa_ops.backends.triton.configs_backward import backward_tiles  # noqa: E402
+from fa_ops.types import Packing, Spec  # noqa: E402
+from tests.compile_only.sass import assert_fits, disassembled, innermost_loop  # noqa: E402
+
+HOSTS = [importlib.import_module(f"fa_ops.backends.triton.{x}") for x in ("forward", "backward")]
+FORWARD, BACKWARD = HOSTS
+
+pytestmark = pytest.mark.skipif(
+    launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
+)
+
+B, HQ, HKV, S = 2, 4, 2, 256
+# Bytes that threads keep in memory, most of them before and behind the loops.
+SPILLS = {
+    "forward_kernel": {32: 48, 64: 48, 128: 16},
+    "query_grad_kernel": {32: 32, 64: 16, 128: 16},
+    # gradients of 32 features: the fastest tile has 168 registers, so that three programs share a
+    # multiprocessor
+    "key_value_grad_kernel": {32: 384, 64: 88, 128: 64},
+    "parts_kernel": dict.fromkeys((32, 64, 128), 0),
+}
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """compiled(arch, run): the kernels that `run` binds, by name, compiled for `arch`."""
+
+    def collect(arch, run):
+        kernels = {}
+
+        def bind(fn, args, constants, options, *, device, **details):
+            target = GPUTarget("cuda", arch, 32)
+            kernels[fn.__name__] = launch.compile_kernel(
+                fn, args, constants, options, target, **details
+            )
+            return lambda grid, args: None
+
+        for module in (*HOSTS, float32_parts):
+            monkeypatch.setattr(module, "bind", bind)
+            monkeypatch.setattr(module, "architecture", lambda device: arch)
+            monkeypatch.setattr(module, "_launches", {})
+        monkeypatch.setattr(configs, "is_small", lambda scores, head_dim: False)
+        run()
+        return kernels
+
+    return collect
+
+
+def forward(D, spec, S=S):
+    return lambda: FORWARD.forward(meta(B, HQ, S, D), *(meta(B, HKV, S, D) for _ in "kv"), spec)
+
+
+def backward(D, spec, S=S, mask_grad=False):
+    def run():
+        q, out, grad = (meta(B, HQ, S, D) for _ in range(3))
+        k, v = (meta(B, HKV, S, D) for _ in range(2))
+        BACKWARD.backward(grad, None, q, k, v, out, meta(B, HQ, S), spec, mask_grad)
+
+    return run
+
+
+@pytest.mark.parametrize("D", [16, 32, 64, 128])
+@pytest.mark.parametrize("arch", [80, 90, 100, 103])
+def test_the_second_kernel_reads_only_blocks_that_the_first_wrote(arch, D):
+    query, key_value = backward_tiles(arch, torch.float32, D, "split")
+    assert query.block_m % key_value.block_m == 0
+    assert ROW_UNIT.value % query.block_m == 0
+    assert ROW_UNIT.value % query.block_n == ROW_UNIT.value % key_value.block_n == 0
+
+
+@pytest.mark.parametrize("run", [forward, backward], ids=["forward", "backward"])
+@pytest.mark.parametrize("D", [32, 64, 128])
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_fits(arch, D, run, compiled, tmp_path):
+    """Lengths that are no multiple of a block, where more is masked."""
+    kernels = compiled(arch, run(D, Spec(is_causal=True), S=250))
+    assert len(kernels) == (2 if run is forward else 3)
+    for name, kernel in kernels.items():
+        assert_fits(kernel, arch, tmp_path, SPILLS[name][D])
+
+
+@pytest.mark.parametrize("D", [32, 64, 128])
+def test_products_on_hopper(D, compiled, tmp_path):
+    """Six for each of float32, none of which waits alone, and no spilled value between them."""
+    spec = Spec(is_causal=True)
+    kernels = compiled(90, forward(D, spec)) | compiled(90, backward(D, spec))
+    products = {"forward_kernel": 2, "query_grad_kernel": 3, "key_value_grad_kernel": 4}
+    for name, count in products.items():
+        loop = innermost_loop(disassembled(kernels[name].asm["cubin"], tmp_path))
+        assert sum("HGMMA" in one for one in loop) >= 6 * count, name
+        if (name, D) != ("key_value_grad_kernel", 32):
+            assert not any(one.startswith(("LDL", "STL")) for one in loop), name
+
+
+@pytest.mark.parametrize("arch, D", [(80, 128), (90, 64)])
+@pytest.mark.parametrize("run", [forward, backward], ids=["forward", "backward"])
+def test_every_feature_compiles(run, arch, D, compiled):
+    spec = Spec(
+        is_causal=True, window_left=9, key_ranges=meta(B, HQ, S, 2, dtype=torch.int32),
+        softcap=20.0, alibi_slopes=meta(HQ), attn_mask=meta(B, HQ, S, S), dropout_p=0.1,
+        dropout_seed=meta(1, dtype=torch.int64), kv_lens=meta(B, dtype=torch.int32),
+    )  # fmt: skip
+    if run is forward:
+        assert len(compiled(arch, forward(D, spec._replace(sinks=meta(HQ))))) == 2
+    else:
+        assert len(compiled(arch, backward(D, spec, mask_grad=True))) == 4
+
+
+def test_packed_compiles(compiled, tmp_path):
+    def run():
+        ends, lse = meta(B + 1, dtype=torch.int32), meta(HQ, 1000)
+        q, out, grad = (meta(1000, HQ, 64) for _ in range(3))
+        k, v = (meta(900, HKV, 64) for _ in range(2))
+        packing = Packing(ends, ends)
+        FORWARD.varlen_forward(q, k, v, packing, Spec())
+        BACKWARD.varlen_backward(grad, None, q, k, v, out, lse, packing, Spec())
+
+    for name, kernel in compiled(90, run).items():
+        # with the bounds of sequences
+        assert_fits(kernel, 90, tmp_path, SPILLS[name][64] + 40)
