@@ -10,33 +10,30 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 from compile_passes import report
-from compile_passes.graph import flex, multi_head, sdpa
-from compile_passes.graph.dead_nodes import drop_dead_nodes
-from compile_passes.graph.einsums import split_einsums
-from compile_passes.graph.indexed_writes import rewrite_indexed_writes
-from compile_passes.graph.inlined_call import InlinedAttention, InlinedCall
-from compile_passes.graph.ir import EXAMPLES, SOURCE_METADATA, GraphView, Value
-from compile_passes.graph.joined_keys import split_joined_keys
-from compile_passes.graph.metadata_readers import detach_metadata_readers
-from compile_passes.graph.normalised_weights import divide_products
-from compile_passes.graph.stored_outputs import StoredOutputs
-from compile_passes.graph.viewed_writes import rewrite_viewed_writes
-from compile_passes.graph.vocabulary import operation, raw_name
-from compile_passes.graph.weight_sums import distribute_products
+from compile_passes.emit.eight_bit import QuantizedProducts
+from compile_passes.emit.masks import add_mask_blocks
+from compile_passes.emit.replace import rewrite
+from compile_passes.ir.edits import StoredOutputs, drop_dead_nodes
+from compile_passes.ir.graph import EXAMPLES, SOURCE_METADATA, GraphView, Value
+from compile_passes.ir.inlined_call import InlinedAttention, InlinedCall
+from compile_passes.ir.vocabulary import operation, raw_name
 from compile_passes.masks import call_rules
+from compile_passes.masks.affine import Exactness
 from compile_passes.masks.classified_masks import ClassifiedMasks
 from compile_passes.masks.classify import classify_masks
-from compile_passes.masks.exactness import Exactness
+from compile_passes.masks.mask_terms import NotMaskedAlike, with_gate_for_fill
 from compile_passes.masks.symbolic_eval import SymbolicEvaluator
-from compile_passes.masks.zeroed_weights import NotMaskedAlike, with_gate_for_fill
 from compile_passes.match.attention_site import AttentionSite, attention_site
 from compile_passes.match.match_state import Core, RowStatistic
 from compile_passes.match.matcher import NO_SCORES as NO_SCORES
 from compile_passes.match.matcher import Matcher
 from compile_passes.report import Finding, FusedCore, Refused
-from compile_passes.rewrite.eight_bit import QuantizedProducts
-from compile_passes.rewrite.mask_block_nodes import add_mask_blocks
-from compile_passes.rewrite.replace import rewrite
+from compile_passes.rewrites import attention_calls, flex
+from compile_passes.rewrites.einsums import split_einsums
+from compile_passes.rewrites.joined_keys import split_joined_keys
+from compile_passes.rewrites.metadata_readers import detach_metadata_readers
+from compile_passes.rewrites.weight_sums import distribute_products, divide_products
+from compile_passes.rewrites.writes import rewrite_indexed_writes, rewrite_viewed_writes
 
 EIGHT_BIT = "8-bit"  # the products of a finding
 NO_VALUE = "its result is not multiplied with a value"
@@ -75,8 +72,8 @@ def fuse(
     detach_metadata_readers(graph)
     drop_dead_nodes(graph)
     stored = StoredOutputs(graph) if drop_stored_weights else None
-    inlined, not_inlined = multi_head.inline_calls(graph)
-    sdpa_calls, flex_calls = sdpa.inline_sdpa(graph), flex.inline_flex(graph)
+    inlined, not_inlined = attention_calls.inline_calls(graph)
+    sdpa_calls, flex_calls = attention_calls.inline_sdpa(graph), flex.inline_flex(graph)
     found_calls = [*sdpa_calls.values(), *flex_calls.values()]
     calls = {call.softmax: call for call in found_calls if isinstance(call, InlinedAttention)}
     rewrite_viewed_writes(graph)
@@ -105,7 +102,7 @@ def fuse(
         if not isinstance(results.get(softmax), FusedCore):
             results[softmax] = fusion.fuse(core)
     found = {node: report.make_finding(node, reason) for node, reason in not_inlined.items()}
-    for name, given in ((sdpa.NAME, sdpa_calls), (flex.NAME, flex_calls)):
+    for name, given in ((attention_calls.NAME, sdpa_calls), (flex.NAME, flex_calls)):
         left = {node: why for node, why in given.items() if isinstance(why, str)}
         found |= {node: report.make_finding(node, why, name) for node, why in left.items()}
     for softmax, node in nodes.items():
@@ -148,7 +145,7 @@ def _may_hold_attention(graph: fx.Graph) -> bool:
     names = [raw_name(node) for node in graph.nodes]
     if any("jvp" in name or "make_dual" in name for name in names):
         return False  # the operator has no forward-mode derivative
-    known = ("softmax", "softmin", "exp", "exp_", "exp2", *sdpa.NAMES, flex.NAME)
+    known = ("softmax", "softmin", "exp", "exp_", "exp2", *attention_calls.NAMES, flex.NAME)
     softmax = any(name.endswith(known) for name in names)
     return softmax or any(map(_may_be_one, graph.nodes))
 
@@ -156,7 +153,7 @@ def _may_hold_attention(graph: fx.Graph) -> bool:
 def _may_be_one(node: fx.Node) -> bool:
     """Whether a node is multi-head attention or the power of a number."""
     power = raw_name(node) == "pow" and not isinstance((*node.args, node)[0], fx.Node)
-    return power or multi_head.is_attention_call(node)
+    return power or attention_calls.is_attention_call(node)
 
 
 def _finish_inlined(inlined: list[InlinedCall], fused: set[fx.Node]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import fx
 from torch._dynamo.utils import dynamo_timed
-from torch._inductor import config
+from torch._inductor import config, list_mode_options
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from compile_passes.fuse import checked_products, fuse, keep_left_softmaxes
@@ -211,3 +212,18 @@ def _renewed(slot: object) -> object:
 
 if config.pre_grad_custom_pass:  # as where this package is imported again in a process
     config.pre_grad_custom_pass = _renewed(config.pre_grad_custom_pass)
+
+
+def fa_ops(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    mode: str | None = None,
+    options: dict | None = None,
+) -> Callable:
+    """Compile with Inductor and the pass; `mode` and `options` are those of `torch.compile`."""
+    patches = dict(list_mode_options(mode)) if mode else {}
+    patches |= options or {}
+    slot = patches.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
+    patches["pre_grad_custom_pass"] = slot if fusion_in(slot) else append_fusion(slot, FusionPass())
+    return compile_fx(gm, example_inputs, config_patches=patches)

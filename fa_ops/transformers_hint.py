@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 
-from fa_ops.ops.imports import after_import
+from fa_ops.ops.library import after_import
 
 _MODULE, _METHOD = "transformers.modeling_utils", "get_correct_attn_implementation"
 _NAMES = ("fa_ops", "paged|fa_ops", "fa_ops_8bit")

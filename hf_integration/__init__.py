@@ -30,14 +30,13 @@ except ImportError as error:
         f"hf_integration needs transformers 5.17 or later, found {found}: pip install 'fa-ops[hf]'"
     ) from error
 
-from hf_integration import decoding, flash_name, gate, hooks, recorded_weights
+from hf_integration import decoding, flash_name, hooks, operators, unsupported_models
 from hf_integration.attention import fa_ops_8bit_attention_forward, fa_ops_attention_forward
 from hf_integration.distribution import context_parallel
 from hf_integration.encodings import counts as mask_counts
-from hf_integration.explaining import Explanation, explain
+from hf_integration.explaining import Explanation, explain, keep_16_bit
 from hf_integration.hooks import EIGHT_BIT, NAME, PAGED
 from hf_integration.masks import fa_ops_mask
-from hf_integration.sixteen_bit import keep_16_bit
 
 __all__ = [
     "EIGHT_BIT",
@@ -69,10 +68,10 @@ def register(as_flash_attention_2: bool = False) -> None:
     """
     if not isinstance(as_flash_attention_2, bool):
         raise TypeError(f"as_flash_attention_2 must be a bool, got {as_flash_attention_2!r}")
-    gate.install()
+    unsupported_models.install()
     hooks.install_batching()
     hooks.states["padding in decoding"] = decoding.install()
-    hooks.states["output_attentions that layers do not pass on"] = recorded_weights.state
+    hooks.states["output_attentions that layers do not pass on"] = operators.state
     for name in (NAME, PAGED):
         AttentionInterface.register(name, fa_ops_attention_forward)
         AttentionMaskInterface.register(name, fa_ops_mask)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from types import ModuleType
 
-from hf_integration import mask_uses
+from hf_integration import mask_analysis
 
 # Model types that need the float mask of eager attention, which their source does not show.
 _NEEDS_FLOAT_MASK = {"gemma4_audio", "git"}
@@ -63,7 +63,7 @@ def _find(config_class: type) -> MaskNeeds:
     # Compact masks give right results in all code except code that adds part of a mask to scores
     # and, in graphs, code that writes to a mask.
     try:
-        kinds = {use.kind for use in mask_uses.uses(inspect.getsource(module))}
+        kinds = {use.kind for use in mask_analysis.uses(inspect.getsource(module))}
     except (OSError, SyntaxError):
         return UNKNOWN
     if "add" in kinds:

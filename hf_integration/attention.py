@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from fa_ops.tracing import is_compiling
 from hf_integration import (
     architectures,
+    call_rewrites,
     distribution,
     encodings,
+    explaining,
     latent,
-    mask_blocks,
     operators,
     paged,
-    recorded_weights,
-    rewrites,
-    sixteen_bit,
 )
 from hf_integration.encodings import CompactMask, Encoding, MaskArguments, PackingHint
 from hf_integration.operators import Extras, LayerCall
@@ -36,7 +34,7 @@ _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class Decisions(NamedTuple):
     """The rewrites that change a call, in order, and the operator for the rewritten call."""
 
-    rewrites: tuple[rewrites.Rewrite, ...]
+    call_rewrites: tuple[call_rewrites.Rewrite, ...]
     operator: operators.Operator
 
 
@@ -110,9 +108,11 @@ def fa_ops_attention_forward(
         _refuse(module, block_indices, cache)
         kwargs |= dict(zip(_LENGTHS, lens, strict=True))
         call = LayerCall(query, key, value, MaskArguments(), sinks, options)
-        call = rewrites.with_uniform_tensors(module, rewrites.without_latents(module, call))
+        call = call_rewrites.with_uniform_tensors(
+            module, call_rewrites.without_latents(module, call)
+        )
         return paged.attention(module, call, cache, kwargs), None
-    output_attentions = output_attentions or recorded_weights.requested()
+    output_attentions = output_attentions or operators.requested()
     mask = _mask_arguments(module, query, key, attention_mask, is_causal)
     distribution.refuse_others(module, attention_mask)
     if distribution.active() is not None:
@@ -170,14 +170,14 @@ def fa_ops_8bit_attention_forward(
         )
     return fa_ops_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout,
-        eight_bit=not sixteen_bit.is_kept(module), **kwargs,
+        eight_bit=not explaining.is_kept(module), **kwargs,
     )  # fmt: skip
 
 
 def _decide(layer: nn.Module, call: LayerCall, family: tuple | None) -> tuple[Decisions, LayerCall]:
     """Decide how to compute a call, and remember it for its family; also rewrite the call."""
     applied = []
-    for rewrite in rewrites.REWRITES:
+    for rewrite in call_rewrites.REWRITES:
         rewritten = rewrite(layer, call)
         if rewritten is not call:
             applied.append(rewrite)
@@ -235,7 +235,7 @@ def _mask_arguments(
         is_row = found.attn_mask is not None and query.shape[2] == 1 and found.is_bool_row()
         if is_row and mask.is_cuda:
             return encodings.bounded(mask, query.dtype, module)
-        return mask_blocks.with_mask_blocks(found, query.shape[2], module)
+        return operators.with_mask_blocks(found, query.shape[2], module)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
         is_causal = is_causal and not architectures.attends_all(getattr(module, "config", None))

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fa_ops.call.options import dtype_name
 from fa_ops.tracing import is_compiling
-from fa_ops.types import dtype_name
-from hf_integration.memo import PerTensorMemo
+from hf_integration.host_reads import PerTensorMemo
 
 # How often each encoding was made (not while tracing); dense and float masks with the reason.
 counts: Counter[str] = Counter()

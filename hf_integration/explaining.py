@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 import fa_ops
-from fa_ops import dispatch
+from fa_ops.plans import dispatch
 from hf_integration import architectures, hooks, latent, masks
-from hf_integration.sixteen_bit import is_kept
 
 
 class Layers(NamedTuple):
@@ -166,3 +167,97 @@ def example(layer: nn.Module, D: int | None, Dv: int | None) -> tuple[torch.Tens
     factory = {"dtype": weight.dtype, "device": device}
     q, v = torch.empty((1, 1, 1, D), **factory), torch.empty((1, 1, 1, Dv), **factory)
     return q, q, v
+
+
+Rows = list[tuple[str, str]]
+
+
+def sections(model: str) -> Iterator[tuple[str, Rows]]:
+    """Yield titles with rows (name, text) for a model type, or a folder with a config.json.
+
+    The model is built without memory for its weights. Raises LookupError if none can be built.
+    """
+    config = _config(model)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    with warnings.catch_warnings(record=True) as raised, torch.device("meta"):
+        warnings.simplefilter("always")
+        try:
+            built = AutoModel.from_config(config, attn_implementation="fa_ops", dtype=dtype)
+        except Exception as error:  # modeling code can raise anything
+            raise _cannot_build(model, error) from None
+    rows = [
+        (layers.kind, f"{len(layers.names)} x {layers.runs}; {layers.why}")
+        for layers in explain(built).layers
+    ]
+    yield f"model {config.model_type}", rows or [("attention", "none")]
+    refusals = dict.fromkeys(str(w.message) for w in raised if "attention code" in str(w.message))
+    if refusals:
+        yield "refused", [("because", text) for text in refusals]
+
+
+def _config(model: str) -> PreTrainedConfig:
+    if Path(model).is_dir():
+        try:
+            return AutoConfig.from_pretrained(model, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise LookupError(f"no model's config can be read from {model}: {error}") from None
+    if model not in CONFIG_MAPPING:
+        raise LookupError(f"{model!r} is neither a folder nor a model type of transformers")
+    try:
+        return CONFIG_MAPPING[model]()
+    except Exception as error:  # "encoder-decoder" has no default config in some releases
+        raise _cannot_build(model, error) from None
+
+
+def _cannot_build(model: str, error: Exception) -> LookupError:
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return LookupError(f"no model can be built from {model!r}: {reason}")
+
+
+_KEPT = "_fa_ops_keeps_16_bit"
+
+
+def keep_16_bit(model: nn.Module, names: Collection[str]) -> None:
+    """Let the attention of some modules keep 16-bit products under "fa_ops_8bit".
+
+    The first and last layers are often the most sensitive. A later call replaces what an earlier
+    one chose; the choice is not part of a model's config, and not saved with it.
+
+    Args:
+        model: a model of transformers, or a part of one.
+        names: modules as `model.named_modules()` has them, such as ``"model.layers.0"``; everything
+            inside them is meant. Empty: none.
+
+    Raises:
+        TypeError: model is no module, or names is no collection of strings.
+        ValueError: the model has no module of a name.
+
+    Examples:
+        >>> model.set_attn_implementation("fa_ops_8bit")
+        >>> hf_integration.keep_16_bit(model, ["model.layers.0", "model.layers.29"])
+    """
+    named = modules_of(model, names)
+    for module in model.modules():
+        vars(module).pop(_KEPT, None)
+    for whole in named.values():
+        for module in whole.modules():
+            setattr(module, _KEPT, True)
+
+
+def modules_of(model: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
+    """The modules with these names; raises as `keep_16_bit` does."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    is_collection = isinstance(names, Collection) and not isinstance(names, str)
+    if not is_collection or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"names must hold names of modules, got {names!r}")
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules:
+            raise ValueError(f"names must be modules of the model, it has no {name!r}")
+    return {name: modules[name] for name in names}
+
+
+def is_kept(layer: nn.Module) -> bool:
+    """Whether a layer was named."""
+    return getattr(layer, _KEPT, False)

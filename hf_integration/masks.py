@@ -11,8 +11,8 @@ from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_ma
 from fa_ops.tracing import is_compiling
 from hf_integration import architectures, decoding, distribution, encodings, key_ranges
 from hf_integration.encodings import CompactMask, PackingHint, counts
+from hf_integration.host_reads import is_readable, reads_are_free
 from hf_integration.key_ranges import KeyRange
-from hf_integration.readable import is_readable, reads_are_free
 
 
 class Request(NamedTuple):

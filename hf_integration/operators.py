@@ -11,9 +11,17 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 import fa_ops
-from fa_ops.types import MAX_DECODING_QUERIES, MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
+from fa_ops.call.options import (
+    MASK_BLOCK,
+    MAX_DECODING_QUERIES,
+    MAX_HEAD_DIM,
+    MAX_QUANTIZED_HEAD_DIM,
+)
+from fa_ops.plans import dispatch
+from fa_ops.tracing import is_compiling
 from hf_integration import encodings
 from hf_integration.encodings import MaskArguments, PackingHint
+from hf_integration.host_reads import PerTensorMemo
 from hf_integration.packing import Documents
 
 _logger = logging.get_logger(__name__)
@@ -223,3 +231,41 @@ def packed(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
         *tokens, *call.documents, is_causal=is_causal, sinks=call.sinks, **call.options
     )
     return out[None], None
+
+
+_memo = PerTensorMemo()
+_skips_tiles = torch.compiler.assume_constant_result(dispatch.skips_tiles)
+
+
+def with_mask_blocks(found: MaskArguments, queries: int, layer: nn.Module) -> MaskArguments:
+    """The same with `mask_blocks` of a dense mask, made once for the layers that share the mask."""
+    mask = found.attn_mask
+    if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
+        return found
+    # queries are not compared in compiled code, which would be compiled again for short prompts
+    pays = is_compiling() or queries >= MASK_BLOCK
+    if not (pays and _skips_tiles(mask.device.type)):
+        return found
+    blocks = _memo.get(mask, layer, lambda: fa_ops.mask_blocks(mask))
+    return found._replace(mask_blocks=blocks)
+
+
+try:
+    from transformers.utils.output_capturing import _active_collector as _collector
+
+    _collector.global_var  # noqa: B018
+except (ImportError, AttributeError) as error:
+    _collector = None
+    state = f"off: {error}"
+else:
+    state = "on"
+
+
+def requested() -> bool:
+    """Whether transformers is collecting weights from attention layers."""
+    if _collector is None:
+        return False
+    # A model that is compiled as a whole sets the global variable, as torch.compile cannot trace
+    # context variables. Layers that are compiled on their own read None.
+    collected = _collector.global_var if is_compiling() else _collector.get()
+    return collected is not None and any(name.endswith("attentions") for name in collected)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from hf_integration import encodings, key_ranges
 from hf_integration.encodings import MaskArguments, PackingHint
-from hf_integration.memo import PerTensorMemo
-from hf_integration.readable import is_readable
+from hf_integration.host_reads import PerTensorMemo, is_readable
 
 
 class Documents(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 import fa_ops
-from hf_integration.memo import PerTensorMemo
+from hf_integration.host_reads import PerTensorMemo
 from hf_integration.operators import LayerCall
 
 _memo = PerTensorMemo()  # the number of keys of each sequence before the step

@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from fa_ops.call.options import Quantization, Spec
 from fa_ops.testing.quantized import call, exact
-from fa_ops.types import Quantization, Spec
 
 E4M3 = torch.float8_e4m3fn
 POSITIONS = ("first", "middle", "last")

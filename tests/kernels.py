@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
-from fa_ops.call import MERGE_INTO, Call
+from fa_ops.call.call import MERGE_INTO, Call
+from fa_ops.call.options import Cache
 from fa_ops.testing.caches import CacheCase
-from fa_ops.types import Cache
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

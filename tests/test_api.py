@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 import fa_ops
 from fa_ops.backends import cpu
+from fa_ops.call.options import Spec
 from fa_ops.ops import dense, kv_cache, varlen
 from fa_ops.testing import make_case
-from fa_ops.types import Spec
 
 
 def qkv(**options):
@@ -25,13 +25,13 @@ def qkv(**options):
 @pytest.fixture
 def specs(monkeypatch):
     """The specs that reach a backend."""
-    specs, choose = [], fa_ops.dispatch.choose
+    specs, choose = [], fa_ops.plans.dispatch.choose
 
     def spy(call):
         specs.append(call.spec)
         return choose(call)
 
-    monkeypatch.setattr(fa_ops.dispatch, "choose", spy)
+    monkeypatch.setattr(fa_ops.plans.dispatch, "choose", spy)
     return specs
 
 

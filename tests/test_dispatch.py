@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch, planning
-from fa_ops.call import CACHED, DENSE, MERGE, PACKED, Call
-from fa_ops.geometry import rows_are_aligned
-from fa_ops.types import Cache, Spec
+from fa_ops.call.call import CACHED, DENSE, MERGE, PACKED, Call
+from fa_ops.call.options import Cache, Spec, rows_are_aligned
+from fa_ops.plans import dispatch, planning
 
 
 def qkv(**options):

@@ -12,7 +12,7 @@ import torch
 
 import compile_passes
 import fa_ops
-from fa_ops import dispatch
+from fa_ops.plans import dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import checks, dispatch
+from fa_ops.call import checks
+from fa_ops.call.options import Packing, Spec
 from fa_ops.ops import dense, merge, varlen
+from fa_ops.plans import dispatch
 from fa_ops.testing import make_case
-from fa_ops.types import Packing, Spec
 
 INT = torch.int32
 

@@ -18,10 +18,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
-from fa_ops import planning
 from fa_ops.compat import flash_attn, flash_attn_interface
 from fa_ops.ops import library
 from fa_ops.ops.library import Route
+from fa_ops.plans import planning
 from tests.compat import test_flash_attn, test_flash_attn_3, test_flash_attn_interface
 from tests.ops import test_kv_cache as caches
 from tests.ops import test_quantized, test_quantized_packed

@@ -10,9 +10,10 @@ import torch
 from torch.overrides import BaseTorchFunctionMode
 
 import fa_ops
-from fa_ops import cache_checks, planning
 from fa_ops.backends import cpu
-from fa_ops.call import Plan
+from fa_ops.call import cache_checks
+from fa_ops.call.call import Plan
+from fa_ops.plans import planning
 from tests.ops import test_kv_cache as caches
 from tests.test_errors import (
     DENSE,

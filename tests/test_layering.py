@@ -13,114 +13,123 @@ PACKAGES = ("fa_ops", "compile_passes", "hf_integration")
 
 # How a call is described, checked, planned and handed to a backend, the last first.
 PLANS = (
-    "fa_ops.planning",
-    "fa_ops.empty_calls",
-    "fa_ops.cache_checks",
-    "fa_ops.quantized_checks",
-    "fa_ops.checks",
-    "fa_ops.written_caches",
-    "fa_ops.overlap",
-    "fa_ops.dispatch",
-    "fa_ops.call",
-    "fa_ops.geometry",
+    "fa_ops.plans.planning",
+    "fa_ops.plans.outputs",
+    "fa_ops.call.cache_checks",
+    "fa_ops.call.quantized_checks",
+    "fa_ops.call.checks",
+    "fa_ops.call.cache_memory",
+    "fa_ops.call.cache_memory",
+    "fa_ops.plans.dispatch",
+    "fa_ops.call.call",
+    "fa_ops.call.options",
     "fa_ops.tracing",
-    "fa_ops.types",
+    "fa_ops.call.options",
 )
 # What the public functions make calls of and run them by.
-CALLS = ("fa_ops.argument_types", "fa_ops.ops", *PLANS)
+CALLS = ("fa_ops.call.python_types", "fa_ops.ops", *PLANS)
 # What modules under a prefix may import at their top from our packages; the longest prefix counts.
 TOP = {
     "fa_ops": (
-        "fa_ops.api",
+        "fa_ops.functions.attention",
         "fa_ops.compat",
-        "fa_ops.dispatch",
-        "fa_ops.explanation",
+        "fa_ops.plans.dispatch",
+        "fa_ops.functions.explain",
         "fa_ops.transformers_hint",
-        "fa_ops.kv_cache",
+        "fa_ops.functions.kv_cache",
         "fa_ops.ops",
-        "fa_ops.quantized",
-        "fa_ops.types",
+        "fa_ops.functions.quantized",
+        "fa_ops.call.options",
     ),
     "fa_ops.tracing": (),
-    "fa_ops.types": (),
-    "fa_ops.geometry": ("fa_ops.types",),
-    "fa_ops.call": ("fa_ops.types",),
-    "fa_ops.dispatch": ("fa_ops.call", "fa_ops.tracing", "fa_ops.types"),
-    "fa_ops.checks": ("fa_ops.dispatch", "fa_ops.call", "fa_ops.types"),
-    "fa_ops.quantized_checks": (
-        "fa_ops.cache_checks",
-        "fa_ops.checks",
-        "fa_ops.call",
-        "fa_ops.types",
+    "fa_ops.call.options": (),
+    "fa_ops.call.options": ("fa_ops.call.options",),
+    "fa_ops.call.call": ("fa_ops.call.options",),
+    "fa_ops.plans.dispatch": ("fa_ops.call.call", "fa_ops.tracing", "fa_ops.call.options"),
+    "fa_ops.call.checks": ("fa_ops.plans.dispatch", "fa_ops.call.call", "fa_ops.call.options"),
+    "fa_ops.call.quantized_checks": (
+        "fa_ops.call.cache_checks",
+        "fa_ops.call.checks",
+        "fa_ops.call.call",
+        "fa_ops.call.options",
     ),
-    "fa_ops.cache_checks": (
-        "fa_ops.checks",
-        "fa_ops.overlap",
-        "fa_ops.written_caches",
-        "fa_ops.call",
-        "fa_ops.types",
+    "fa_ops.call.cache_checks": (
+        "fa_ops.call.checks",
+        "fa_ops.call.cache_memory",
+        "fa_ops.call.cache_memory",
+        "fa_ops.call.call",
+        "fa_ops.call.options",
     ),
-    "fa_ops.written_caches": ("fa_ops.checks", "fa_ops.overlap", "fa_ops.call", "fa_ops.types"),
-    "fa_ops.overlap": (),
-    "fa_ops.empty_calls": ("fa_ops.checks", "fa_ops.call", "fa_ops.types"),
-    "fa_ops.planning": PLANS[1:],
+    "fa_ops.call.cache_memory": (
+        "fa_ops.call.checks",
+        "fa_ops.call.cache_memory",
+        "fa_ops.call.call",
+        "fa_ops.call.options",
+    ),
+    "fa_ops.call.cache_memory": (),
+    "fa_ops.plans.outputs": ("fa_ops.call.checks", "fa_ops.call.call", "fa_ops.call.options"),
+    "fa_ops.plans.planning": PLANS[1:],
     "fa_ops.ops": ("fa_ops.ops", *PLANS),
-    "fa_ops.argument_types": (
-        "fa_ops.dispatch",
-        "fa_ops.call",
+    "fa_ops.call.python_types": (
+        "fa_ops.plans.dispatch",
+        "fa_ops.call.call",
         "fa_ops.tracing",
-        "fa_ops.types",
+        "fa_ops.call.options",
     ),
-    "fa_ops.eager_calls": CALLS,
-    "fa_ops.api": ("fa_ops.eager_calls", *CALLS),
-    "fa_ops.kv_cache": CALLS,
-    "fa_ops.quantized": CALLS,
-    "fa_ops.varlen.routing": ("fa_ops.varlen", "fa_ops.call"),
-    "fa_ops.varlen.pages": ("fa_ops.varlen", "fa_ops.kv_cache", *CALLS),
-    "fa_ops.varlen.paged_kernel": CALLS,
-    "fa_ops.varlen.query_tiles": ("fa_ops.geometry", "fa_ops.types"),
-    "fa_ops.varlen.quantized": ("fa_ops.varlen.padding", "fa_ops.quantized", *CALLS),
-    "fa_ops.varlen": (),
-    "fa_ops.explanation": (
-        "fa_ops.api",
-        "fa_ops.kv_cache",
-        "fa_ops.quantized",
-        "fa_ops.varlen",
+    "fa_ops.ops.eager": CALLS,
+    "fa_ops.functions.attention": ("fa_ops.ops.eager", *CALLS),
+    "fa_ops.functions.kv_cache": CALLS,
+    "fa_ops.functions.quantized": CALLS,
+    "fa_ops.functions.varlen": ("fa_ops.functions", "fa_ops.call.call"),
+    "fa_ops.functions.varlen": ("fa_ops.functions", "fa_ops.functions.kv_cache", *CALLS),
+    "fa_ops.functions.varlen": CALLS,
+    "fa_ops.functions.varlen": ("fa_ops.call.options", "fa_ops.call.options"),
+    "fa_ops.functions.varlen_quantized": (
+        "fa_ops.functions.varlen_quantized",
+        "fa_ops.functions.quantized",
+        *CALLS,
+    ),
+    "fa_ops.functions": (),
+    "fa_ops.functions.explain": (
+        "fa_ops.functions.attention",
+        "fa_ops.functions.kv_cache",
+        "fa_ops.functions.quantized",
+        "fa_ops.functions",
         *CALLS,
     ),
     "fa_ops.distributed": (
         "fa_ops.distributed",
-        "fa_ops.api",
-        "fa_ops.kv_cache",
+        "fa_ops.functions.attention",
+        "fa_ops.functions.kv_cache",
         "fa_ops.backends.dropout",
         *CALLS,
     ),
     "fa_ops.distributed.peer_memory": (
         "fa_ops.distributed.peer_protocol",
-        "fa_ops.distributed.peer_watch",
-        "fa_ops.backends.hopper.launch",  # calls of the CUDA driver
+        "fa_ops.distributed.peer_memory",
+        "fa_ops.backends.hopper.runtime.launch",  # calls of the CUDA driver
     ),
-    "fa_ops.distributed.peer_watch": ("fa_ops.backends.hopper.launch",),
+    "fa_ops.distributed.peer_memory": ("fa_ops.backends.hopper.runtime.launch",),
     "fa_ops.compat": (
         "fa_ops.compat",
-        "fa_ops.api",
-        "fa_ops.argument_types",
-        "fa_ops.cache_checks",
-        "fa_ops.checks",
+        "fa_ops.functions.attention",
+        "fa_ops.call.python_types",
+        "fa_ops.call.cache_checks",
+        "fa_ops.call.checks",
         "fa_ops.distributed",
-        "fa_ops.kv_cache",
+        "fa_ops.functions.kv_cache",
         "fa_ops.ops",
-        "fa_ops.overlap",
+        "fa_ops.call.cache_memory",
         "fa_ops.tracing",
-        "fa_ops.types",
-        "fa_ops.varlen",
+        "fa_ops.call.options",
+        "fa_ops.functions",
         "fa_ops.backends.dropout",
         "fa_ops.backends.rotary",
     ),
     "fa_ops.backends": (
-        "fa_ops.call",
-        "fa_ops.geometry",
-        "fa_ops.types",
+        "fa_ops.call.call",
+        "fa_ops.call.options",
+        "fa_ops.call.options",
         "fa_ops.backends.conversion",
         "fa_ops.backends.dropout",
         "fa_ops.backends.mask_blocks",
@@ -129,30 +138,30 @@ TOP = {
     ),
     "fa_ops.testing": (
         "fa_ops.testing",
-        "fa_ops.types",
+        "fa_ops.call.options",
         "fa_ops.backends.quantization",
         "fa_ops.backends.reference",
     ),
     "compile_passes": ("compile_passes", "fa_ops"),
     "compile_passes.report": (),
-    "compile_passes.graph": ("compile_passes.graph", "compile_passes.report"),
+    "compile_passes.ir": ("compile_passes.ir", "compile_passes.report"),
     "compile_passes.match": (
         "compile_passes.match",
-        "compile_passes.graph",
+        "compile_passes.ir",
         "compile_passes.report",
-        "fa_ops.types",
+        "fa_ops.call.options",
     ),
     "compile_passes.masks": (
         "compile_passes.masks",
         "compile_passes.match",
-        "compile_passes.graph",
+        "compile_passes.ir",
         "compile_passes.report",
     ),
-    "compile_passes.rewrite": (
-        "compile_passes.rewrite",
+    "compile_passes.emit": (
+        "compile_passes.emit",
         "compile_passes.masks",
         "compile_passes.match",
-        "compile_passes.graph",
+        "compile_passes.ir",
         "compile_passes.report",
         "fa_ops",
     ),
@@ -163,12 +172,12 @@ COMMANDS = ("fa_ops.__main__", "fa_ops.bench", "fa_ops.cli")
 # Modules of fa_ops that users, compile_passes and hf_integration may import.
 PUBLIC = (
     "fa_ops",
-    "fa_ops.api",
-    "fa_ops.dispatch",
+    "fa_ops.functions.attention",
+    "fa_ops.plans.dispatch",
     "fa_ops.distributed",
     "fa_ops.testing",
     "fa_ops.tracing",
-    "fa_ops.types",
+    "fa_ops.call.options",
 )
 
 
@@ -232,7 +241,7 @@ MODULES = list(modules())
 
 def test_modules_are_found():
     names = {name for name, _ in MODULES}
-    assert {"fa_ops.api", "fa_ops.ops.dense", "fa_ops.backends.reference"} <= names
+    assert {"fa_ops.functions.attention", "fa_ops.ops.dense", "fa_ops.backends.reference"} <= names
 
 
 def test_imports_that_run_with_a_module_are_found():
@@ -270,7 +279,9 @@ def test_imports(module, tree):
         if not module.startswith(other):
             assert not within_any(everywhere, (other,)), f"{module} must not import {other}"
     if module.startswith("fa_ops.backends"):
-        assert not within_any(everywhere, ("fa_ops.ops", "fa_ops.api", "fa_ops.dispatch"))
+        assert not within_any(
+            everywhere, ("fa_ops.ops", "fa_ops.functions.attention", "fa_ops.plans.dispatch")
+        )
     if module.startswith(("compile_passes", "hf_integration")):
         used = {name for name in everywhere if name.startswith("fa_ops")}
         private = {n for n in used if not within(n, PUBLIC[1:]) and n.count(".") > 1}

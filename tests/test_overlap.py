@@ -7,7 +7,7 @@ import random
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa_ops import overlap
+from fa_ops.call import cache_memory
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64)
 
@@ -43,12 +43,12 @@ def test_shared_bytes_are_found_exactly():
         memory = torch.empty(r.choice([64, 192, 320]), dtype=torch.uint8)
         read, written = view(memory, r), view(memory, r)
         storage = memory.untyped_storage()
-        if overlap.has_overlaps(written):
+        if cache_memory.has_overlaps(written):
             continue
         bytes_written = marked(written, storage)
         assert int(bytes_written.sum()) == written.numel() * written.itemsize
         expected = bool((marked(read, storage) & bytes_written).any())
-        assert overlap.share_memory(read, written) == expected, (read.shape, written.shape)
+        assert cache_memory.share_memory(read, written) == expected, (read.shape, written.shape)
         found[expected] += 1
     assert min(found.values()) > 300
 
@@ -57,7 +57,7 @@ def test_memory_is_found_by_address():
     """Two storages may hold the same bytes."""
     array = torch.zeros(64).numpy()
     a, b, c = (torch.from_numpy(part) for part in (array[:40], array[30:], array[40:]))
-    assert overlap.share_memory(a, b) and not overlap.share_memory(a, c)
+    assert cache_memory.share_memory(a, b) and not cache_memory.share_memory(a, c)
 
 
 def test_no_temporary_grows_with_what_is_written():
@@ -71,6 +71,6 @@ def test_no_temporary_grows_with_what_is_written():
     memory = torch.empty(2, 2000, 3, 32)
     written, beside, across = memory[..., :16], memory[:, :7, :, 16:], memory[:, :7, :, 15:20]
     with Largest() as largest:
-        assert not overlap.share_memory(beside, written)
-        assert overlap.share_memory(across, written)
+        assert not cache_memory.share_memory(beside, written)
+        assert cache_memory.share_memory(across, written)
     assert largest.numel <= 2 * 7 * 3

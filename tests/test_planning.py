@@ -14,10 +14,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
-from fa_ops import planning
 from fa_ops.backends import cpu
-from fa_ops.call import CacheTensors, Plan
+from fa_ops.call.call import CacheTensors, Plan
 from fa_ops.ops import kv_cache, library
+from fa_ops.plans import planning
 
 LENS = torch.tensor([3], dtype=torch.int32)
 RANGES = torch.tensor([0, 3], dtype=torch.int32).view(1, 1, 1, 2)

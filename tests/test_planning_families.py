@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import cache_checks, checks, planning
 from fa_ops.backends import cpu
+from fa_ops.call import cache_checks, checks
+from fa_ops.plans import planning
 
 LENS = torch.tensor([3], dtype=torch.int32)
 RANGES = torch.tensor([0, 3], dtype=torch.int32).view(1, 1, 1, 2)

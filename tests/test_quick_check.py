@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from fa_ops import checks
-from fa_ops.types import Spec
+from fa_ops.call import checks
+from fa_ops.call.options import Spec
 from tests.test_errors import valid
 
 QUICK = {

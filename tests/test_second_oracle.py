@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fa_ops.backends import reference
-from fa_ops.testing import CacheCase, PackedCase, draws
+from fa_ops.testing import CacheCase, PackedCase, random_calls
 from tests import second_oracle
 
 DRAWS = int(os.environ.get("FA_OPS_ORACLE_DRAWS", "150"))
@@ -27,13 +27,13 @@ KINDS = ("dense", "packed", "dense", "cached", "dense")
 MAX_ROWS = 600  # rows of scores in a case, as the second oracle computes one at a time
 
 
-def random_small_case(number: int) -> draws.AnyCase:
+def random_small_case(number: int) -> random_calls.AnyCase:
     """Case `number`, in float64 unless it is cached, with at most `MAX_ROWS` rows of scores."""
     kind = KINDS[number % len(KINDS)]
     dtypes = (torch.float32, torch.bfloat16) if kind == "cached" else (torch.float64,)
     for attempt in range(1000):
         pick = random.Random(f"{SEED}.{number}.{attempt}").choice
-        case = draws.family(pick, kind, dtypes).case(pick)
+        case = random_calls.family(pick, kind, dtypes).case(pick)
         if isinstance(case, CacheCase):
             small = case.B * case.Hq * case.Sq <= MAX_ROWS and case.B * case.S <= MAX_ROWS
             if small and not case.broken:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fa_ops.backends.hopper.compiler import _included
+from fa_ops.backends.hopper.runtime.nvrtc import _included
 from tests.duplicates import MIN_LINES, duplicates
 from tests.test_layering import MODULES, PACKAGES, ROOT
 

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from fa_ops import planning
 from fa_ops.backends import reference
 from fa_ops.backends.cpu import dense
+from fa_ops.plans import planning
 from fa_ops.testing import (
     Case,
     PackedCase,

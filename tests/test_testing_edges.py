@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import cache_checks, checks
 from fa_ops.backends import cpu, reference
-from fa_ops.call import Plan
-from fa_ops.testing import Arena, CacheCase, PackedCase, assert_right, broken_caches, make_case
-from fa_ops.testing.layouts import GRAD_LAYOUTS, LAYOUTS, rearranged
+from fa_ops.call import cache_checks, checks
+from fa_ops.call.call import Plan
+from fa_ops.testing import Arena, CacheCase, PackedCase, assert_right, make_case
+from fa_ops.testing import caches as broken_caches
+from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS, rearranged
 
 CASE = make_case(is_causal=True)
 
@@ -84,9 +85,11 @@ def test_every_allocation_function_is_replaced(backend):
     arena = Arena()
     with arena.outputs(backend):
         if backend == "hopper":
-            from fa_ops.backends.hopper import dense_backward, dense_forward, launch, split_kv
+            from fa_ops.backends.hopper import backward, decode
+            from fa_ops.backends.hopper import forward as dense_forward
+            from fa_ops.backends.hopper.runtime import launch
 
-            for module in (dense_backward, dense_forward, launch, split_kv):
+            for module in (backward, dense_forward, launch, decode):
                 assert module.empty.__wrapped__ is not None
         if backend == "triton":
             from fa_ops.backends.triton.launch import empty

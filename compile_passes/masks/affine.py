@@ -7,15 +7,20 @@ read from a tensor of unknown content.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import sympy
 import torch
-from torch import SymInt
+from torch import SymInt, fx
+from torch._dynamo.source import TensorPropertySource
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from compile_passes.graph.axes import Axis, Size
-from compile_passes.graph.ir import Value
+from compile_passes.ir.axes import Axis, Size
+from compile_passes.ir.constants import round_to, stored_value
+from compile_passes.ir.graph import Value, example, meta_key
 
 
 def symbolic(n: Size) -> sympy.Expr:
@@ -234,3 +239,178 @@ def _assume(condition: Condition, x: Element) -> Element:
     if condition in (x.condition, negate(x.condition)):
         return _assume(condition, x.yes if condition == x.condition else x.no)
     return _choice(x.condition, _assume(condition, x.yes), _assume(condition, x.no))
+
+
+MAX_SIZE = 2**48  # of a dimension: no memory holds a larger tensor
+UNBOUNDED = 2**62  # a range with a higher upper limit is torch's default, not declared
+MAX_OFFSET = 2**61  # assumed limit of a tensor's integer that is added to a position
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def exact_range(dtype: torch.dtype) -> tuple[int, int] | None:
+    """The lowest and highest of the consecutive integers that a dtype represents exactly."""
+    if dtype in _FLOATS:
+        limit = round(2 / torch.finfo(dtype).eps)
+        return -limit, limit
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        return None
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+
+class Exactness:
+    """Proves that an affine expression is exact in a dtype, by interval arithmetic over the sizes.
+
+    A position plus a tensor's integer is assumed not to overflow int64, which torch leaves
+    undefined. Where a size has no known upper bound, in Dynamo's graphs its current value decides
+    and a guard recompiles for larger ones; exported programs have no guards and need a proof.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        modes = (getattr(example(node), "fake_mode", None) for node in graph.nodes)
+        self._env = next((m.shape_env for m in modes if m is not None and m.shape_env), None)
+        self._may_guard = meta_key(graph) == "example_value"
+        self._declared = dict(self._env.var_to_range) if self._env else {}
+        self._known: dict[tuple[sympy.Expr, int], bool] = {}
+        self.refused: list[torch.dtype] = []
+
+    def is_exact(self, a: Affine, dtype: torch.dtype) -> bool:
+        """Whether the dtype holds every value of the expression; a failure adds to `refused`."""
+        positions = dtype == torch.int64 and any(isinstance(x, Axis) for x, _ in a.terms)
+        magnitude = MAX_OFFSET if positions else 2**64
+        limits, low, high = exact_range(dtype), a.bound(False, magnitude), a.bound(True, magnitude)
+        known = limits is not None and low is not None and high is not None
+        if known and self._at_most(high, limits[1]) and self._at_most(-low, -limits[0]):
+            return True
+        self.refused.append(dtype)
+        return False
+
+    def _at_most(self, expr: sympy.Expr, limit: int) -> bool:
+        if expr.is_number:
+            return bool(expr <= limit)
+        if (expr, limit) not in self._known:
+            self._known[expr, limit] = self._env is not None and self._proved(expr, limit)
+        return self._known[expr, limit]
+
+    def _proved(self, expr: sympy.Expr, limit: int) -> bool:
+        ranges = {s: self._range(s) for s in expr.free_symbols}
+        if bound_sympy(expr, ranges).upper <= limit:
+            return True
+        return all(map(self._may_narrow, expr.free_symbols)) and self._guarded(expr, limit)
+
+    def _range(self, symbol: sympy.Symbol) -> ValueRanges:
+        """The range of a symbol; the size of a tensor is limited by memory."""
+        fits = ValueRanges(0, MAX_SIZE) if self._is_size(symbol) else ValueRanges.unknown_int()
+        return self._env.var_to_range.get(symbol, ValueRanges.unknown_int()) & fits
+
+    def _is_size(self, symbol: sympy.Symbol) -> bool:
+        sources = self._env.var_to_sources.get(symbol, ())
+        return any(isinstance(source, TensorPropertySource) for source in sources)
+
+    def _may_narrow(self, symbol: sympy.Symbol) -> bool:
+        """Whether a guard may narrow the range: torch raises if the user has declared it."""
+        known = self._declared.get(symbol)
+        unbounded = known is not None and known.upper >= UNBOUNDED
+        return self._may_guard and (unbounded or not self._is_size(symbol))
+
+    def _guarded(self, expr: sympy.Expr, limit: int) -> bool:
+        size = self._env.create_symintnode(expr, hint=None)
+        return size.node.has_hint() and size.node.hint <= limit and guard_or_false(size <= limit)
+
+
+ZERO, ONE = Affine.from_size(0), Affine.from_size(1)
+
+
+def literal(x: bool | int | float) -> Element:
+    """A number as an element."""
+    if isinstance(x, bool) or (isinstance(x, float) and not x.is_integer()):
+        return x
+    return Affine.from_size(int(x))
+
+
+def as_number(x: Element) -> float | None:
+    """The number that an element is, or None."""
+    if isinstance(x, float):
+        return x
+    fixed = isinstance(x, Affine) and x.is_constant() and isinstance(x.constant, sympy.Integer)
+    return int(x.constant) if fixed else None
+
+
+def is_condition(x: Element) -> bool:
+    """Whether an element is boolean."""
+    return not isinstance(x, (Affine, float, AbsoluteValue, Choice)) or isinstance(x, bool)
+
+
+def convert(x: Element | None, dtype: torch.dtype, exact: Exactness) -> Element | None:
+    """x in another dtype; None where integers could be rounded or wrap around."""
+    if x is None:
+        return None
+    if dtype == torch.bool:
+        return x if is_condition(x) else compare("ne", x, ZERO)
+    if isinstance(x, Opaque):
+        return None
+    if is_condition(x):
+        return choose(x, ONE, ZERO)
+    if isinstance(x, Choice):
+        yes, no = (convert(y, dtype, exact) for y in (x.yes, x.no))
+        return None if yes is None or no is None else choose(x.condition, yes, no)
+    known = as_number(x)
+    if known is not None:
+        constant = round_to(known, dtype) if dtype.is_floating_point else stored_value(known, dtype)
+        fits = constant is not None and (dtype.is_floating_point or constant == known)
+        return literal(constant) if fits else None
+    parts = (x.a, ZERO.plus(x.a, -1)) if isinstance(x, AbsoluteValue) else (x,)
+    return x if all(exact.is_exact(part, dtype) for part in parts) else None
+
+
+def combine(op: str, a: Element | None, b: Element | None) -> Element | None:
+    """a + b, a - b or a * b, exactly; None where the result is not an element."""
+    if a is None or b is None:
+        return None
+    for x, y, flip in ((a, b, False), (b, a, True)):
+        if isinstance(x, Choice):
+            yes, no = (combine(op, *((y, z) if flip else (z, y))) for z in (x.yes, x.no))
+            return None if yes is None or no is None else choose(x.condition, yes, no)
+    if isinstance(a, Affine) and isinstance(b, Affine):
+        if op != "mul":
+            return a.plus(b, 1 if op == "add" else -1)
+        for x, y in ((a, b), (b, a)):
+            if x.is_constant() and isinstance(x.constant, sympy.Integer):
+                return y.times(int(x.constant))
+        return None
+    x, y = as_number(a), as_number(b)
+    if x is None or y is None:
+        return None
+    result = float(x + y if op == "add" else x - y if op == "sub" else x * y)
+    return None if math.isnan(result) else literal(result)
+
+
+def compare(op: str, a: Element, b: Element) -> Condition | None:
+    """a op b for the comparisons eq, ne, lt, le, gt and ge; None where it cannot be expressed."""
+    if op in ("gt", "ge"):
+        op, a, b = {"gt": "lt", "ge": "le"}[op], b, a
+    for x, y, flip in ((a, b, False), (b, a, True)):
+        if isinstance(x, Choice):
+            yes, no = (compare(op, *((y, z) if flip else (z, y))) for z in (x.yes, x.no))
+            if yes is None or no is None:
+                return None
+            return any_of(all_of(x.condition, yes), all_of(negate(x.condition), no))
+    if op == "ne":
+        equal = compare("eq", a, b)
+        return None if equal is None else negate(equal)
+    if isinstance(a, Affine) and isinstance(b, AbsoluteValue) and op in ("le", "lt"):
+        above = compare("lt" if op == "le" else "le", b, a)
+        return None if above is None else negate(above)
+    if isinstance(a, AbsoluteValue) and isinstance(b, Affine) and op in ("le", "lt"):
+        return all_of(compare(op, a.a, b), compare(op, ZERO.plus(a.a, -1), b))
+    if isinstance(a, Affine) and isinstance(b, Affine):
+        if op == "eq":
+            return all_of(at_most(a.plus(b, -1)), at_most(b.plus(a, -1)))
+        return at_most(a.plus(b, -1).plus(Affine.from_size(1 if op == "lt" else 0)))
+    return _compare_numbers(op, as_number(a), as_number(b))
+
+
+def _compare_numbers(op: str, x: float | None, y: float | None) -> Condition | None:
+    # fractions that nearly agree may be the results of functions that round differently
+    if x is None or y is None or (x != y and math.isclose(x, y, rel_tol=1e-5)):
+        return None
+    return {"eq": x == y, "le": x <= y, "lt": x < y}[op]

@@ -6,15 +6,19 @@ from typing import NamedTuple
 
 import sympy
 
-from compile_passes.graph import layout
-from compile_passes.graph.axes import Dims, Group, resolve_dims
-from compile_passes.graph.constants import constant_value
-from compile_passes.graph.ir import Value, is_tensor, requires_grad
+from compile_passes.ir import layout
+from compile_passes.ir.axes import Dims, Group, resolve_dims
+from compile_passes.ir.constants import constant_value
+from compile_passes.ir.graph import Value, is_tensor, requires_grad
 from compile_passes.masks.affine import AbsoluteValue, Affine, Coordinates, symbolic
 from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows
 from compile_passes.masks.mask_terms import Term, single_axis
-from compile_passes.masks.symbolic_eval import SymbolicEvaluator, coordinates
-from compile_passes.masks.symbolic_rules import RULES, broadcast_coordinates
+from compile_passes.masks.symbolic_eval import (
+    RULES,
+    SymbolicEvaluator,
+    broadcast_coordinates,
+    coordinates,
+)
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import BiasTerm, Leaf
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_passes.graph.axes import is_one
-from compile_passes.graph.inlined_call import InlinedAttention
+from compile_passes.ir.axes import is_one
+from compile_passes.ir.inlined_call import InlinedAttention
 from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows
 from compile_passes.match.attention_site import AttentionSite
 

@@ -7,7 +7,7 @@ import enum
 
 import torch
 
-from compile_passes.graph.ir import Value
+from compile_passes.ir.graph import Value
 from compile_passes.masks.affine import Condition
 from compile_passes.masks.key_intervals import KeyInterval
 from compile_passes.match.match_state import BiasTerm, FillTerm, Leaf

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from compile_passes.graph import layout
-from compile_passes.graph.axes import Axis, Dims, Group, all_axes, resolve, sizes_equal
-from compile_passes.graph.ir import example, requires_grad
-from compile_passes.graph.vocabulary import raw_name, read_elsewhere
+from compile_passes.ir import layout
+from compile_passes.ir.axes import Axis, Dims, Group, all_axes, resolve, sizes_equal
+from compile_passes.ir.graph import example, requires_grad
+from compile_passes.ir.vocabulary import raw_name, read_elsewhere
 from compile_passes.match.match_state import Core, Leaf, MatchedScores, RowStatistic
 from compile_passes.report import Refused
-from fa_ops.types import MAX_HEAD_DIM
+from fa_ops.call.options import MAX_HEAD_DIM
 
 
 @dataclasses.dataclass(frozen=True)

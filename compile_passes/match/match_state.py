@@ -8,8 +8,8 @@ import dataclasses
 
 import torch
 
-from compile_passes.graph.axes import Axis, Dims, Group, all_axes, resolve
-from compile_passes.graph.ir import Value
+from compile_passes.ir.axes import Axis, Dims, Group, all_axes, resolve
+from compile_passes.ir.graph import Value
 
 # A fill at or below this is taken as a mask: exp(fill - score) is 0 in every dtype.
 MAX_MASK_FILL = -1e4

@@ -11,13 +11,12 @@ import dataclasses
 
 from torch import Tensor
 
-from compile_passes.graph import layout
-from compile_passes.graph.axes import Axis, Dims, Group, resolve
-from compile_passes.graph.constants import constant_value
-from compile_passes.graph.ir import GraphView, Value
-from compile_passes.graph.vocabulary import LAYOUT, raw_name
-from compile_passes.match import guard_rules, score_rules, softmax_rules, weight_rules
-from compile_passes.match.alignment import align, other_operand
+from compile_passes.ir import layout
+from compile_passes.ir.axes import Axis, Dims, Group, resolve
+from compile_passes.ir.constants import constant_value
+from compile_passes.ir.graph import GraphView, Value
+from compile_passes.ir.vocabulary import LAYOUT, raw_name
+from compile_passes.match import score_rules, softmax_rules, weight_rules
 from compile_passes.match.match_state import (
     BiasTerm,
     Core,
@@ -38,7 +37,15 @@ from compile_passes.match.match_state import (
     Tracked,
     UnnormalizedOutput,
 )
-from compile_passes.match.products import Addition, Contraction, Labels, addition, contraction
+from compile_passes.match.products import (
+    Addition,
+    Contraction,
+    Labels,
+    addition,
+    align,
+    contraction,
+    other_operand,
+)
 from compile_passes.report import Refused
 
 NO_SCORES = "its input is not the product of a query and a key"
@@ -104,7 +111,7 @@ class Matcher:
             return self._product(value, product)
         name, state = self._tracked_argument(value)
         if state is not None and self._guard(value) is state:  # the weights follow
-            kept = guard_rules.kept_operand(value, state)
+            kept = weight_rules.kept_operand(value, state)
             x = value.args.get(kept)
             name, state = kept, self.states.get(x) if isinstance(x, Value) else None
         if value.op in _SOFTMAXES:
@@ -136,9 +143,9 @@ class Matcher:
             return softmax_rules.detached_maximum(value, state)
         guard = self._guard(value)
         if isinstance(state, MatchedWeights) and guard:
-            return guard_rules.without_empty_rows(value, state, guard)
+            return weight_rules.without_empty_rows(value, state, guard)
         if isinstance(state, HiddenScores):
-            return guard_rules.hidden_rule(value, state)
+            return weight_rules.hidden_rule(value, state)
         if isinstance(state, NanWeights):
             raise Refused("it is read where they are NaN")
         if isinstance(state, MatchedWeights):
@@ -351,7 +358,7 @@ def _apply_to_scores(
     if is_power and not s.sink and base and base > 0 and base != 1:
         return softmax_rules.exponentials(value, s, base)
     if value.op == "eq" and not s.sink:
-        return guard_rules.hidden_scores(value, s, name)
+        return weight_rules.hidden_scores(value, s, name)
     if value.op == "exp":
         return ScoreExps(s.dims, (*s.path, value), s, value)
     if value.op == "detach":

@@ -9,10 +9,9 @@ import math
 
 import torch
 
-from compile_passes.graph.axes import Axis
-from compile_passes.graph.constants import constant_value, guarded_constant, stored_value
-from compile_passes.graph.ir import Value, is_tensor
-from compile_passes.match.alignment import align, other_operand, reduced, without_inversion
+from compile_passes.ir.axes import Axis
+from compile_passes.ir.constants import constant_value, guarded_constant, stored_value
+from compile_passes.ir.graph import Value, is_tensor
 from compile_passes.match.match_state import (
     MAX_MASK_FILL,
     BiasTerm,
@@ -23,6 +22,7 @@ from compile_passes.match.match_state import (
     RowStatistic,
     State,
 )
+from compile_passes.match.products import align, other_operand, reduced, without_inversion
 from compile_passes.match.zero_one import is_zero_or_one, number_beside_zeros, without_cast
 from compile_passes.report import Refused
 

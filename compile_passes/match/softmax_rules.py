@@ -10,18 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from compile_passes.graph.axes import Axis, Dims, Group, is_one, resolve, resolve_dims
-from compile_passes.graph.constants import constant_value, guarded_constant
-from compile_passes.graph.ir import Value
-from compile_passes.graph.layout import EXPANDED
-from compile_passes.graph.vocabulary import raw_name
-from compile_passes.match.alignment import (
-    align,
-    other_operand,
-    reduced,
-    summed_by_einsum,
-    without_inversion,
-)
+from compile_passes.ir.axes import Axis, Dims, Group, is_one, resolve, resolve_dims
+from compile_passes.ir.constants import constant_value, guarded_constant
+from compile_passes.ir.graph import Value
+from compile_passes.ir.layout import EXPANDED
+from compile_passes.ir.vocabulary import raw_name
 from compile_passes.match.match_state import (
     Core,
     DetachedScores,
@@ -36,6 +29,13 @@ from compile_passes.match.match_state import (
     ShiftExp,
     State,
     UnnormalizedOutput,
+)
+from compile_passes.match.products import (
+    align,
+    other_operand,
+    reduced,
+    summed_by_einsum,
+    without_inversion,
 )
 from compile_passes.match.score_rules import scaled
 from compile_passes.match.zero_one import is_zero_or_one, without_cast

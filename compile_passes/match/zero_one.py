@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from compile_passes.graph.axes import sizes_equal
-from compile_passes.graph.constants import constant_value, guarded_constant
-from compile_passes.graph.ir import Value, is_tensor, same_contents
-from compile_passes.graph.vocabulary import LAYOUT
+from compile_passes.ir.axes import sizes_equal
+from compile_passes.ir.constants import constant_value, guarded_constant
+from compile_passes.ir.graph import Value, is_tensor, same_contents
+from compile_passes.ir.vocabulary import LAYOUT
 from compile_passes.match.match_state import Leaf
 
 

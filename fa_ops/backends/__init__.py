@@ -2,7 +2,7 @@
 
 All may import `dropout`, `mask_blocks`, `quantization` and `rotary`.
 
-A backend is a module or package with three functions; `Call` and `Plan` are in `fa_ops.call`:
+A backend is a module or package with three functions; `Call` and `Plan` are in `fa_ops.call.call`:
 
     available_error() -> str | None
         why it cannot run on this machine at all

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.geometry import is_prefill
-from fa_ops.types import Cache
+from fa_ops.call.options import Cache, is_prefill
 
 MAX_BYTES = 1 << 32  # of the converted cache
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fa_ops.types import MASK_BLOCK, mask_tiles
+from fa_ops.call.options import MASK_BLOCK, mask_tiles
 
 EMPTY, FULL, MIXED = 0, 1, 2
 

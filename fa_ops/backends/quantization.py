@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa_ops.types import MEAN_KEYS, SCALE_BLOCK, Quantization, Spec, default_scale
+from fa_ops.call.options import MEAN_KEYS, SCALE_BLOCK, Quantization, Spec, default_scale
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX, INT8_MAX = 448.0, 127.0

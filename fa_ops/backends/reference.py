@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fa_ops.backends import dropout, quantization
 from fa_ops.backends.mask_blocks import mask_blocks
-from fa_ops.call import APPEND, MASK_BLOCKS, QUANTIZED, Call, Plan, general, plan_by_kind
-from fa_ops.types import Cache, Gradients, Packing, Quantization, Spec, default_scale
+from fa_ops.call.call import APPEND, MASK_BLOCKS, QUANTIZED, Call, Plan, general, plan_by_kind
+from fa_ops.call.options import Cache, Gradients, Packing, Quantization, Spec, default_scale
 
 
 def keep_mask(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ relative error of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Annotated, NamedTuple
 
@@ -18,8 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import accuracy_problems, perplexity, report
-from fa_ops.bench.accuracy_problems import DISTRIBUTIONS, Inputs
+from fa_ops.bench import perplexity, report
 from fa_ops.bench.peers import E4M3, failure, scaled_call, scaled_flash_attn_3
 from fa_ops.cli import options
 
@@ -71,7 +71,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 def measure(inputs: Inputs) -> dict[str, Errors | str]:
     """The errors of every implementation; for one that cannot run, the reason."""
-    exact = accuracy_problems.exact(inputs)
+    exact = exact_attention(inputs)
     found: dict[str, Errors | str] = {}
     for name, implementation in IMPLEMENTATIONS.items():
         try:
@@ -88,7 +88,7 @@ def measurements(
     """One row for each distribution and length."""
     for name in names:
         for length in lengths:
-            inputs = accuracy_problems.draw(name, length, queries, heads, head_dim, device)
+            inputs = draw(name, length, queries, heads, head_dim, device)
             yield AccuracyRow(name, length, measure(inputs))
 
 
@@ -163,3 +163,76 @@ def main(
         found += [{"implementation": m.name} | m._asdict() for m in measured]
     if json is not None:
         report.write_json(json, device, "accuracy", found)
+
+
+FACTOR = 20.0  # of outliers
+
+
+class Inputs(NamedTuple):
+    """query (1, H, queries, D), key and value (1, H, S, D) in bfloat16, attended in full."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def gaussian(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Leave normally distributed numbers as they are."""
+
+
+def outlier_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """One token in 500 is FACTOR times as large, in query, key and value."""
+    for x in (q, k, v):
+        x[:, :, 7::500] *= FACTOR
+
+
+def outlier_channels(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Two channels of the keys are FACTOR times as large."""
+    D = k.shape[-1]
+    k[..., [3 % D, 17 % D]] *= FACTOR
+    q *= 4.0 / FACTOR
+
+
+def key_mean(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """All keys share a vector that is eight times as large as what differs."""
+    k += 8.0 * torch.randn_like(k[:, :, :1])
+
+
+def needle(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Each query has a key of its own among all, whose weight is about 0.9."""
+    queries, S, D = q.shape[2], k.shape[2], q.shape[3]
+    at = torch.arange(queries, device=q.device) * (S // queries)
+    score = math.log(S) + 0.5 + math.log(9.0)
+    k[:, :, at] = q * (score * D**0.5 / q.square().sum(-1, keepdim=True))
+
+
+DISTRIBUTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
+    "gaussian": gaussian,
+    "outlier tokens": outlier_tokens,
+    "outlier channels": outlier_channels,
+    "key mean": key_mean,
+    "needle": needle,
+}
+
+
+def draw(name: str, length: int, queries: int, heads: int, head_dim: int, device: str) -> Inputs:
+    """The inputs of a distribution, always the same."""
+    g = torch.Generator(device).manual_seed(0)
+    shapes = ((1, heads, n, head_dim) for n in (min(queries, length), length, length))
+    q, k, v = (torch.randn(shape, device=device, generator=g) for shape in shapes)
+    with torch.random.fork_rng(devices=[device] if device != "cpu" else []):
+        torch.manual_seed(0)
+        DISTRIBUTIONS[name](q, k, v)
+    return Inputs(*(x.bfloat16() for x in (q, k, v)))
+
+
+def exact_attention(inputs: Inputs) -> Tensor:
+    """The output in float64, by the head and by blocks of queries."""
+    q, k, v = inputs
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
+    for h in range(q.shape[1]):
+        keys, values = k[0, h].double(), v[0, h].double()
+        for rows in torch.arange(q.shape[2], device=q.device).split(64):
+            scores = q[0, h, rows].double() @ keys.T * q.shape[3] ** -0.5
+            out[0, h, rows] = torch.softmax(scores, -1) @ values
+    return out

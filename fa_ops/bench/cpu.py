@@ -22,10 +22,10 @@ from torch import Tensor
 
 import fa_ops
 from fa_ops.bench.report import environment
+from fa_ops.call.options import Spec
 from fa_ops.cli.measure import peak_memory
 from fa_ops.cli.options import Only, matching
 from fa_ops.testing import naive
-from fa_ops.types import Spec
 
 B, H, D = 1, 8, 64
 BASELINE = "SDPA, aten flash"

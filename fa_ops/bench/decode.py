@@ -27,8 +27,8 @@ from fa_ops.bench import report, timing
 from fa_ops.bench.decode_peers import PEERS, ours
 from fa_ops.bench.decode_problems import PRESETS, Data, DecodeProblem
 from fa_ops.bench.peers import Call, Implementation, failure
+from fa_ops.call.options import Spec
 from fa_ops.cli import options
-from fa_ops.types import Spec
 
 ROUNDS = 5
 GRAPH_BYTES = 4e9  # calls are added to a graph until it reads this much

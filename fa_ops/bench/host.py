@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
-from fa_ops import dispatch, planning
-from fa_ops.bench.check import grad_out
+from fa_ops.bench.sweep import grad_out
 from fa_ops.bench.timing import Run
-from fa_ops.call import DENSE, Call, Saved
+from fa_ops.call.call import DENSE, Call, Saved
+from fa_ops.plans import dispatch, planning
 
 SHAPE = (1, 8, 64, 64)
 TRAINING = ", forward + backward"

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
-from fa_ops import dispatch
 from fa_ops.bench.problems import Problem
 from fa_ops.cli import options
+from fa_ops.plans import dispatch
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 E4M3 = torch.float8_e4m3fn

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from fa_ops import __version__
-from fa_ops.backends.hopper import compiler, packaged_cubins
+from fa_ops.backends.hopper.runtime import cubin_cache
+from fa_ops.backends.hopper.runtime import nvrtc as compiler
 from fa_ops.cli import warm
 
 _PROJECT = """\
@@ -67,7 +68,7 @@ def run(
 
 def _write_project(project: Path, programs: list[compiler.Program]) -> None:
     """A project of one package whose files are the machine code of the programs."""
-    package = project / packaged_cubins.PACKAGE
+    package = project / cubin_cache.PACKAGE
     package.mkdir()
     (package / "__init__.py").write_text('"""Kernels that fa_ops loads instead of compiling."""\n')
     for program, code in zip(programs, compiler.compiled(programs)):

@@ -14,8 +14,9 @@ import torch
 import typer
 from rich.console import Console
 
-from fa_ops import __version__, dispatch
-from fa_ops.backends.hopper import cubin_cache
+from fa_ops import __version__
+from fa_ops.backends.hopper.runtime import cubin_cache
+from fa_ops.plans import dispatch
 
 PACKAGES = ("torch", "triton", "transformers", "fa-ops-cubins")
 
@@ -49,11 +50,11 @@ def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
 def transformers_model(model: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield sections on a transformers model: the attention of each layer, and its masks."""
     try:
-        from hf_integration import doctor
+        from hf_integration import explaining
     except ImportError as error:
         raise SystemExit(str(error)) from None
     try:
-        yield from doctor.sections(model)
+        yield from explaining.sections(model)
     except LookupError as error:
         raise typer.BadParameter(f"--model: {error}") from None
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing
 import os
+import random
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Annotated
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Annotated, NamedTuple
+from unittest import mock
 
 import torch
 import typer
@@ -15,16 +20,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from fa_ops import dispatch
 from fa_ops.bench.report import environment, write_json
+from fa_ops.call import cache_checks, checks
+from fa_ops.call.call import CACHED, DENSE, PACKED, QUANTIZED, Call, Saved
 from fa_ops.cli import options
-from fa_ops.cli.fuzz_cases import KINDS, FuzzRun, Outcome, Target
-from fa_ops.cli.fuzz_workers import fuzz
-from fa_ops.testing import draws
+from fa_ops.plans import dispatch
+from fa_ops.testing import Arena, CacheCase, QuantizedCase, assert_right, make_case, random_calls
+from fa_ops.testing.allocators import poisoned_memory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_PRINTED = 20  # failures that are printed; the JSON file holds all of them
-COLUMNS = ("specialisations", "cases", *draws.KINDS, "gradients", "failed")
+COLUMNS = ("specialisations", "cases", *random_calls.KINDS, "gradients", "failed")
 
 
 def run(
@@ -57,7 +63,9 @@ def run(
 ) -> None:
     """Compare random calls, forward and backward, with the fp64 oracle; fail if one differs."""
     dtypes = options.words(dtype)
-    kinds = tuple(options.one_of("--kind", options.words(kind), draws.KINDS)) if kind else KINDS
+    kinds = (
+        tuple(options.one_of("--kind", options.words(kind), random_calls.KINDS)) if kind else KINDS
+    )
     targets = [
         target._replace(kinds=kinds)
         for target in _targets(options.words(backend), device, dtypes, arena)
@@ -211,3 +219,270 @@ class Tally:
             }
             for target in targets
         ]
+
+
+# repeated over the numbers of families
+KINDS = ("dense", "packed", "dense", "cached", "dense", "quantized")
+MAX_DRAWS = 2000  # draws that a backend may refuse before the search for a valid one fails
+
+
+class Target(NamedTuple):
+    """The backend to test, its device, and the dtypes of the calls."""
+
+    backend: str
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    arena: bool = False  # draw edge cases only, and check margins around all tensors
+    kinds: tuple[str, ...] = KINDS  # of the families, in turn
+
+
+class Outcome(NamedTuple):
+    """The result of one case."""
+
+    target: Target
+    family: int
+    case: int
+    kind: str = ""
+    gradients: bool = False  # whether gradients were compared as well
+    features: Sequence[str] = ()
+    error: str | None = None
+    device_lost: bool = False  # the process cannot use its device any more
+
+
+class FuzzRun(NamedTuple):
+    """Cases `first` to `last - 1` of a family, for one target."""
+
+    target: Target
+    family: int
+    first: int
+    last: int
+
+
+def outcomes(run: FuzzRun) -> Iterator[Outcome]:
+    """Run the cases in order."""
+    try:
+        family = family_of(run.target, run.family)
+    except Exception as error:
+        yield Outcome(run.target, run.family, run.first, error=_message(error))
+        return
+    for number in range(run.first, run.last):
+        yield _outcome(run.target, run.family, number, family)
+
+
+def _outcome(target: Target, number: int, index: int, family: random_calls.Family) -> Outcome:
+    result = Outcome(target, number, index, family.kind)
+    case = None
+    try:
+        case = _case_of(target, number, index, family)
+        result = result._replace(features=random_calls.features(case))
+        arena = Arena() if target.arena else None
+        repeated = target.arena or index % 4 == 0
+        gradients = has_gradients(target.backend, case)
+        compared = assert_right(case, target.backend, arena, repeated, gradients)
+        return result._replace(gradients=compared)
+    except AssertionError as error:
+        return result._replace(error=str(error))
+    except Exception as error:  # run the other cases even if one fails
+        lost = target.device == "cuda" and _device_is_lost()
+        return result._replace(error=f"{case}: {_message(error)}", device_lost=lost)
+
+
+def _device_is_lost() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:  # after an illegal access the CUDA context is unusable
+        return True
+    return False
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def family_of(target: Target, number: int) -> random_calls.Family:
+    """Family `number`: the first draw for this number that the backend supports.
+
+    Raises:
+        LookupError: the backend supports none of `MAX_DRAWS` draws.
+    """
+    kind = target.kinds[number % len(target.kinds)]
+    if kind == "quantized" and target.kinds == KINDS and not _has_8_bits(target):
+        kind = "dense"
+    for attempt in range(MAX_DRAWS):
+        pick = random.Random(f"{number}.{attempt}").choice
+        family = random_calls.family(pick, kind, target.dtypes, True if target.arena else None)
+        case = family.case(pick, target.device)
+        reason = refusal(target.backend, case)
+        if reason is None:
+            return family
+    raise LookupError(
+        f"{target.backend} supports none of {MAX_DRAWS} {kind} calls; the last one: {reason}"
+    )
+
+
+def _has_8_bits(target: Target) -> bool:
+    """Whether the backend has kernels with 8-bit products for this device."""
+    plain = QuantizedCase(make_case(dtype=torch.float16, device=target.device))
+    return refusal(target.backend, plain) is None
+
+
+def _case_of(
+    target: Target, number: int, index: int, family: random_calls.Family
+) -> random_calls.AnyCase:
+    for attempt in itertools.count():
+        pick = random.Random(f"{number}.{index}.{attempt}").choice
+        case = family.case(pick, target.device)
+        may_differ = isinstance(case, CacheCase | QuantizedCase)
+        if not may_differ or refusal(target.backend, case) is None:
+            return case  # a backend supports dense and packed calls of a family in every size
+        if attempt == MAX_DRAWS:
+            raise LookupError(f"{target.backend} supports none of {MAX_DRAWS} calls of {family}")
+
+
+def refusal(backend: str, case: random_calls.AnyCase) -> str | None:
+    """Why the backend cannot run a case; None where it can."""
+    q, k, v, *cache, spec = case.fresh()
+    if isinstance(case, QuantizedCase):
+        call = Call(QUANTIZED, q, k, v, spec, quantization=cache[0], backend=backend)
+    elif cache:
+        call = Call(CACHED, q, k, v, spec, cache=cache[0], backend=backend)
+    else:
+        call = Call(DENSE if q.dim() == 4 else PACKED, q, k, v, spec, backend=backend)
+    return dispatch.refusal(backend, call)
+
+
+def has_gradients(backend: str, case: random_calls.AnyCase) -> bool:
+    """Whether the backend has a backward pass for a case that it supports."""
+    if isinstance(case, CacheCase | QuantizedCase):
+        return False
+    q, k, v, spec = case.fresh()[:4]
+    saved = Saved(q, None, q, q)  # that there are such tensors is all that backends ask
+    call = Call(DENSE if q.dim() == 4 else PACKED, q, k, v, spec, saved=saved, backend=backend)
+    return dispatch.refusal(backend, call) is None
+
+
+@contextlib.contextmanager
+def strict(target: Target) -> Iterator[None]:
+    """In a `with` block, memory that a backend allocates is NaN until it is written.
+
+    For Triton's interpreter lengths and pages are not checked, as on a GPU. Of its float32 calls,
+    all of which are small, half are multiplied as larger ones are.
+    """
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(poisoned_memory(target.backend))
+        if target.backend == "triton":
+            from fa_ops.backends.triton import configs
+
+            half = mock.patch.object(configs, "is_small", lambda *sizes: hash(sizes) % 2 == 0)
+            patches.enter_context(half)
+        if target.backend == "triton" and target.device == "cpu":
+            for module, name in ((checks, "values"), (cache_checks, "values")):
+                patches.enter_context(mock.patch.object(module, name, lambda *_, **__: None))
+        yield
+
+
+TIMEOUT = 100.0  # seconds for a case, including compilation and the start of the process
+
+
+def fuzz(runs: Iterable[FuzzRun], workers: int, seconds: float | None) -> Iterator[Outcome]:
+    """Run the cases in `workers` processes, or in this one for 0 workers, until time is up.
+
+    If a process ends or exceeds the timeout, its current case fails, and a new process continues
+    with the next one. A process that lost its device is replaced as well.
+    """
+    deadline = time.monotonic() + (seconds or float("inf"))
+    if workers == 0:
+        for run in runs:
+            with strict(run.target):
+                for outcome in outcomes(run):
+                    yield outcome
+                    if time.monotonic() > deadline:
+                        return
+        return
+    waiting = deque(runs)
+    pool = [_Worker() for _ in range(min(workers, len(waiting)))]
+    try:
+        for worker in pool:
+            worker.start(waiting.popleft())
+        while busy := [worker for worker in pool if worker.run is not None]:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            ready = wait([worker.pipe for worker in busy], min(1.0, remaining))
+            for worker in busy:
+                if worker.pipe in ready or worker.silence() > TIMEOUT:
+                    yield from worker.receive()
+                if worker.run is None and waiting:
+                    worker.start(waiting.popleft())
+    finally:
+        for worker in pool:
+            worker.end()
+
+
+class _Worker:
+    """A process, which is replaced if it crashes, hangs or loses its device, and its run."""
+
+    def __init__(self) -> None:
+        self.process: multiprocessing.Process | None = None
+        self.run: FuzzRun | None = None
+
+    def start(self, run: FuzzRun) -> None:
+        if self.process is None:
+            context = multiprocessing.get_context("spawn")
+            self.pipe, child_pipe = context.Pipe()
+            self.process = context.Process(target=_serve, args=(child_pipe,), daemon=True)
+            self.process.start()
+            child_pipe.close()
+        self.run, self.last_message = run, time.monotonic()
+        self.pipe.send(run)
+
+    def silence(self) -> float:
+        """Seconds since the last message from the process."""
+        return time.monotonic() - self.last_message
+
+    def receive(self) -> Iterator[Outcome]:
+        """Yield the outcome that the process has sent, or a failure if it crashed or hangs."""
+        hang = self._failure(f"no result after {TIMEOUT:.0f} s")
+        try:
+            outcome: Outcome | None = self.pipe.recv() if self.pipe.poll() else hang
+        except (EOFError, OSError):
+            self.process.join(10)
+            outcome = self._failure(f"the process ended with status {self.process.exitcode}")
+        self.last_message = time.monotonic()
+        if outcome is None:
+            self.run = None
+            return
+        yield outcome
+        self.run = self.run._replace(first=outcome.case + 1)
+        if outcome.error is not None and outcome.device_lost:
+            self.end()
+            rest, self.run = self.run, None
+            if rest.first < rest.last:
+                self.start(rest)
+
+    def _failure(self, error: str) -> Outcome:
+        run = self.run
+        return Outcome(run.target, run.family, run.first, error=error, device_lost=True)
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.pipe.close()
+            self.process = None
+
+
+def _serve(pipe: Connection) -> None:
+    """The main function of a worker process: execute runs until the pipe is closed."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            run = pipe.recv()
+        except EOFError:
+            return
+        with strict(run.target):
+            for outcome in outcomes(run):
+                pipe.send(outcome)
+                if outcome.device_lost:
+                    return
+        pipe.send(None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import fa_ops
-from fa_ops import planning
+from fa_ops.plans import planning
 
 
 def seconds(step: Callable[[], object], device: str) -> float:

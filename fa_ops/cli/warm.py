@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from fa_ops.backends.hopper import compiler, warm
+from fa_ops.backends.hopper.runtime import nvrtc, warm
 from fa_ops.cli import options
 
 HeadDims = Annotated[
@@ -28,7 +28,7 @@ def run(head_dim: HeadDims = None, dtype: Dtypes = None, eight_bit: EightBit = F
     compiled = compile_all(variants, console)
     kernels = sum(len(variant.entries) for variant in variants)
     console.print(
-        f"{compiled} kernels compiled, {kernels - compiled} were there: {compiler.cache_dir()}",
+        f"{compiled} kernels compiled, {kernels - compiled} were there: {nvrtc.cache_dir()}",
         soft_wrap=True,
     )
 
@@ -54,5 +54,5 @@ def compile_all(variants: list[warm.Variant], console: Console) -> int:
     shown = track(variants, "compiling", console=console, transient=True)
     try:
         return sum(warm.compile_variant(variant) for variant in shown)
-    except compiler.CompileError as error:
+    except nvrtc.CompileError as error:
         raise SystemExit(str(error)) from None

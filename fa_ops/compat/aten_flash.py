@@ -12,15 +12,15 @@ import warnings
 import torch
 from torch import Tensor
 
+from fa_ops.call.options import dtype_name
 from fa_ops.compat.flash.arguments import (
     buffers,
     finite_or_empty,
     infinite_where_empty,
     unit_stride,
 )
-from fa_ops.compat.flash.paged import attend_pages
+from fa_ops.compat.flash.cache import attend_pages
 from fa_ops.ops import dense, varlen
-from fa_ops.types import dtype_name
 
 Backward = tuple[Tensor, Tensor, Tensor]
 

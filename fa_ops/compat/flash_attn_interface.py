@@ -16,11 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.compat.flash_attn_3.combine import flash_attn_combine
-from fa_ops.compat.flash_attn_3.dense import flash_attn_func, flash_attn_qkvpacked_func
+from fa_ops.compat.flash_attn_3.attention import (
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
 from fa_ops.compat.flash_attn_3.kvcache import flash_attn_with_kvcache
 from fa_ops.compat.flash_attn_3.private import _flash_attn_backward, _flash_attn_forward
-from fa_ops.compat.flash_attn_3.varlen import flash_attn_varlen_func
 
 __version__ = "3.0.0"
 __all__ = [

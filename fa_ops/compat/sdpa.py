@@ -19,7 +19,7 @@ from torch.library import Library
 from torch.nn.attention import register_flash_attention_impl
 
 from fa_ops.compat.aten_flash import KERNELS
-from fa_ops.compat.replacement import Replacement
+from fa_ops.compat.installation import Replacement
 
 NAME = "fa_ops"
 

@@ -1,12 +1,11 @@
 """Attention over several devices, on torch.distributed."""
 
-from fa_ops.distributed.balance import balanced_layout
+from fa_ops.distributed.balance import SchemeChoice, balanced_layout
 from fa_ops.distributed.context_parallel import (
     context_parallel_attention,
     explain_context_parallel,
     measure_link_rate,
 )
-from fa_ops.distributed.costs import SchemeChoice
 from fa_ops.distributed.layout import SequenceLayout, shard, unshard
 from fa_ops.distributed.ring import ring_attention
 from fa_ops.distributed.sharded_cache import attention_with_sharded_kv_cache

@@ -8,21 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fa_ops.argument_types import Window
-from fa_ops.distributed import agreement, costs, plans, stepwise, transports, whole_heads
-from fa_ops.distributed.costs import SchemeChoice
+from fa_ops.call.python_types import Window
+from fa_ops.distributed import balance, handshake, ring_steps, schedule, ulysses
+from fa_ops.distributed import transport as transports
+from fa_ops.distributed.arguments import CheckedCall, Options, checked, error_of_flags
+from fa_ops.distributed.balance import SchemeChoice
 from fa_ops.distributed.dropout import RowWords, agreed_seed, row_words
-from fa_ops.distributed.graph_breaks import outside_graphs
-from fa_ops.distributed.layout import Members, SequenceLayout, groups_of
+from fa_ops.distributed.layout import Members, SequenceLayout, groups_of, outside_graphs
 from fa_ops.distributed.masks import Mask, positions
-from fa_ops.distributed.plans import StepProblem
-from fa_ops.distributed.requests import (
-    CheckedCall,
-    Options,
-    checked,
-    error_of_flags,
-)
-from fa_ops.distributed.stepwise import Job, StepwiseAttention
+from fa_ops.distributed.ring_steps import Job, StepwiseAttention
+from fa_ops.distributed.schedule import StepProblem
 from fa_ops.distributed.ulysses import HeadSplit, ToHeads, ToTokens
 
 if TYPE_CHECKING:
@@ -172,12 +167,12 @@ def explain_context_parallel(
         return chosen
     transport = transports.describe(groups[0], query.device, request.options.transport)
     problem = _of_groups(request.problem, groups)
-    steps = plans.plan(problem, chosen.scheme, groups[0].rank).steps
+    steps = schedule.plan(problem, chosen.scheme, groups[0].rank).steps
     words = tuple(_words(n, step) for n, step in enumerate(steps, 1))
     return chosen._replace(steps=words, transport=transport)
 
 
-def _words(number: int, step: plans.Step) -> str:
+def _words(number: int, step: schedule.Step) -> str:
     sources = ["own keys"] * bool(step.own)
     sources += [
         f"{sum(b - a for a, b in segments)} keys of process {rank}"
@@ -202,7 +197,7 @@ def measure_link_rate(
     Returns:
         Bytes per second of the slowest process, infinite for a group of one. It is kept.
     """
-    return costs.measure_link_rate(groups_of(mesh_or_group)[0], torch.device(device))
+    return balance.measure_link_rate(groups_of(mesh_or_group)[0], torch.device(device))
 
 
 def agreed(
@@ -216,7 +211,7 @@ def agreed(
     one that this process has found before.
     """
     request, text = None, ""
-    refused = agreement.error_of_timeout(timeout)
+    refused = handshake.error_of_timeout(timeout)
     if refused is not None:
         error, timeout = error or refused, None
     try:
@@ -228,7 +223,7 @@ def agreed(
     for members in reversed(groups):
         try:
             # a process whose `check` is refused shows that to the others
-            agreement.agree(members, text, error, device, check is not False, timeout)
+            handshake.agree(members, text, error, device, check is not False, timeout)
         except Exception as refused:
             error = error or refused
     if error is not None:
@@ -248,7 +243,7 @@ def choice(
         reason, inner = "heads are exchanged on the other dimension of the mesh", groups[1].size
         query = query[:, : query.shape[1] // inner]
         key, value = (x[:, : max(1, x.shape[1] // inner)] for x in (key, value))
-    found = costs.choose(problem, query, key, value, groups[0], reason)
+    found = balance.choose(problem, query, key, value, groups[0], reason)
     if options.scheme in ("auto", found.scheme):
         return found
     others = dict.fromkeys(set(found.seconds) - {options.scheme}, "not asked for")
@@ -283,7 +278,7 @@ def _seeded(
     heads: slice,
     Hq: int,
     timeout: float | None,
-) -> Callable[[plans.StepPlan], RowWords] | None:
+) -> Callable[[schedule.StepPlan], RowWords] | None:
     """What gives the words of dropout to the queries of a plan, these of `Hq` heads; or None."""
     p = request.options.dropout_p
     if not p:
@@ -295,7 +290,7 @@ def _seeded(
 
 def chosen_scheme(query, key, value, groups, request: CheckedCall) -> str:
     """The scheme that "auto" stands for; kept for calls that are alike."""
-    rates = costs.rates_for(groups[0], query.device)
+    rates = balance.rates_for(groups[0], query.device)
     if rates not in request.kept:
         request.kept[rates] = choice(query, key, value, groups, request).scheme
     return request.kept[rates]
@@ -303,11 +298,11 @@ def chosen_scheme(query, key, value, groups, request: CheckedCall) -> str:
 
 def _stepwise(
     query, key, value, sinks, slopes, members: Members, problem: StepProblem, scheme: str,
-    request: CheckedCall, timeout, words: Callable[[plans.StepPlan], RowWords] | None,
+    request: CheckedCall, timeout, words: Callable[[schedule.StepPlan], RowWords] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     known = request.kept.get(scheme)
     if known is None:
-        plan = plans.plan(problem, scheme, members.rank)
+        plan = schedule.plan(problem, scheme, members.rank)
         outside = None if sinks is None else _outside(problem.mask, plan, query.device)
         keeps_keys = _keeps_keys(query, key, value, members.size)
         known = request.kept[scheme] = plan, keeps_keys, outside
@@ -317,7 +312,7 @@ def _stepwise(
     dropout = None if words is None else words(known[0])
     job = Job(*known, exchange, request.options.step_options, slopes, dropout)
     if not torch.is_grad_enabled():
-        return stepwise.attend(query, key, value, sinks, job)[:2]
+        return ring_steps.attend(query, key, value, sinks, job)[:2]
     return StepwiseAttention.apply(query, key, value, sinks, job)
 
 
@@ -331,7 +326,7 @@ def _keeps_keys(query: Tensor, key: Tensor, value: Tensor, size: int) -> bool:
     return tokens * (D + Dv) <= query.shape[2] * query.shape[1] * (D + Dv)
 
 
-def _outside(mask: Mask, plan: plans.StepPlan, device: torch.device) -> Tensor | None:
+def _outside(mask: Mask, plan: schedule.StepPlan, device: torch.device) -> Tensor | None:
     """Which of this process's tokens belong to no document; None if there are no documents."""
     if mask.cu_seqlens is None:
         return None
@@ -359,11 +354,11 @@ def _with_heads(
     heads = split.query_heads(members.rank)
     has_words = options.dropout_p > 0 and options.cu_seqlens is not None
     if len(groups) == 1 and not has_words:
-        out, lse = whole_heads.attend(q, k, v, split, problem.mask, options)
+        out, lse = ulysses.attend(q, k, v, split, problem.mask, options)
     else:
         part = problem.over(members.size)
         part = part._replace(mask=part.mask.heads(heads))
-        sinks, slopes = whole_heads.of_heads(options.sinks, options.alibi_slopes, heads)
+        sinks, slopes = ulysses.of_heads(options.sinks, options.alibi_slopes, heads)
         words = _seeded(q, groups, request, heads, query.shape[1], timeout)
         outer = groups[0] if len(groups) == 2 else Members(None, 0, 1)
         out, lse = _stepwise(q, k, v, sinks, slopes, outer, part, scheme, request, timeout, words)

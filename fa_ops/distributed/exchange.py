@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa_ops.distributed.layout import Members, Segment
-from fa_ops.distributed.plans import Step, StepPlan, rows_of
+from fa_ops.distributed.schedule import Step, StepPlan, rows_of
 
 
 class Waiting(NamedTuple):

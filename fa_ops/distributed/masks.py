@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.argument_types import need_tensor
+from fa_ops.call.options import dtype_name
+from fa_ops.call.python_types import need_tensor
 from fa_ops.distributed.layout import Segment
-from fa_ops.types import dtype_name
 
 
 class Mask(NamedTuple):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from fa_ops.distributed.arguments import Options, error_of_flags
 from fa_ops.distributed.context_parallel import agreed, attend
-from fa_ops.distributed.graph_breaks import outside_graphs
-from fa_ops.distributed.layout import groups_of
-from fa_ops.distributed.requests import Options, error_of_flags
+from fa_ops.distributed.layout import groups_of, outside_graphs
 
 
 @outside_graphs

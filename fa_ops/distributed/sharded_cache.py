@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fa_ops import api, checks
-from fa_ops.argument_types import Window, need_bool, need_tensor, sides
-from fa_ops.distributed import agreement
+from fa_ops.call import checks
+from fa_ops.call.options import dtype_name
+from fa_ops.call.python_types import Window, need_bool, need_tensor, sides
+from fa_ops.distributed import handshake
 from fa_ops.distributed.exchange import Exchange, all_gather
-from fa_ops.distributed.graph_breaks import outside_graphs
-from fa_ops.distributed.layout import groups_of
-from fa_ops.kv_cache import attention_with_kv_cache
-from fa_ops.types import dtype_name
+from fa_ops.distributed.layout import groups_of, outside_graphs
+from fa_ops.functions import attention
+from fa_ops.functions.kv_cache import attention_with_kv_cache
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,7 +105,7 @@ def attention_with_sharded_kv_cache(
     placed = {"window": window, "alibi_slopes": alibi_slopes}
     placed = {name: given for name, given in placed.items() if given is not None}
     device = query.device if isinstance(query, Tensor) else torch.device("cpu")
-    with agreement.shared_errors(members, device, check, timeout) as words:
+    with handshake.shared_errors(members, device, check, timeout) as words:
         _check(query, kv_lens, key, sinks, placed, timeout)
         need_bool("is_causal", is_causal)
         need_bool("return_lse", return_lse)
@@ -113,7 +113,7 @@ def attention_with_sharded_kv_cache(
         words += _words(query, value_cache, options, {"alibi_slopes": alibi_slopes, "sinks": sinks})
     length = kv_lens if key is None else kv_lens + key.shape[2]
     after = _keys_after(length, exchange) if placed else None
-    with agreement.shared_errors(members, device, check, timeout):
+    with handshake.shared_errors(members, device, check, timeout):
         out, lse = attention_with_kv_cache(
             query, key_cache, value_cache, kv_lens, page_table,
             is_causal and members.rank == members.size - 1, key=key, value=value, scale=scale,
@@ -134,7 +134,7 @@ def _check(
     timeout: float | None,
 ) -> None:  # fmt: skip
     """Raise for what is used before or after :func:`attention_with_kv_cache`, which checks all."""
-    error = agreement.error_of_timeout(timeout)
+    error = handshake.error_of_timeout(timeout)
     if error is not None:
         raise error
     if need_tensor("query", query).dim() != 4:
@@ -166,7 +166,7 @@ def _merged(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> tuple[Tensor, T
         outs = torch.cat((outs, torch.zeros_like(outs[:1])))
         column = sinks.to(lses.dtype).view(1, 1, -1, 1).expand_as(lses[:1])
         lses = torch.cat((lses, column))
-    out, lse = api.merge_states(outs, lses)
+    out, lse = attention.merge_states(outs, lses)
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 

@@ -2,8 +2,8 @@
 
 from fa_ops.ops import (
     autocast,
-    averaging_rows,
     dense,
+    fully_masked_rows,
     kv_cache,
     masks,
     merge,
@@ -12,7 +12,6 @@ from fa_ops.ops import (
     rules,
     seeds,
     varlen,
-    vmap,
 )
 
 __all__ = [

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fa_ops.call import CacheTensors, PackedTensors, QuantizedTensors
-from fa_ops.ops import averaging_rows, dense, kv_cache, library, quantized, varlen
-from fa_ops.types import NO_TENSORS, DenseTensors
+from fa_ops.call.call import CacheTensors, PackedTensors, QuantizedTensors
+from fa_ops.call.options import NO_TENSORS, DenseTensors
+from fa_ops.ops import dense, fully_masked_rows, kv_cache, library, quantized, varlen
 
 _DEVICES = ("cpu", "cuda")
 _WIDE = (torch.float32, torch.float64)  # may be added to float32 scores as they are
@@ -115,7 +115,7 @@ def _quantized(operator: torch._ops.OpOverload, device: str) -> Callable:
 _KERNELS = {
     dense.ATTENTION: _attention,
     dense.WITH_LSE: _attention,
-    averaging_rows.OPERATOR: _attention,
+    fully_masked_rows.OPERATOR: _attention,
     varlen.VARLEN: _attention,
     kv_cache.READ: _cached,
     kv_cache.APPEND: _cached,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fa_ops import checks, planning, tracing
-from fa_ops.call import Call, Saved, Tensors
+from fa_ops import tracing
+from fa_ops.call import checks
+from fa_ops.call.call import Call, Saved, Tensors
+from fa_ops.call.options import NO_TENSORS, DenseTensors, Gradients, keywords
 from fa_ops.ops import library
-from fa_ops.planning import Prepared, Repeatable
-from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, keywords
+from fa_ops.plans import planning
+from fa_ops.plans.planning import Prepared, Repeatable
 
 
 class Operators(NamedTuple):
@@ -208,3 +211,50 @@ def backward_kernel(operator: OpOverload) -> Callable:
         return operator.redispatch(keyset & library.AFTER_AUTOGRAD, *args, **options)
 
     return kernel
+
+
+def undifferentiable(message: str, inputs: Sequence[Tensor], *results: Tensor) -> tuple:
+    """The results, with a gradient that raises if one of the inputs requires grad."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return _Undifferentiable.apply(message, len(results), *results, *inputs)
+    return results
+
+
+def differentiable_once(what: str) -> Callable:
+    """A decorator for the backward of an autograd.Function, whose own derivative then raises.
+
+    Backward is called with (ctx, saved tensors, *gradients), as they may be unpacked only once.
+    torch's `once_differentiable` returns gradients that count as constants if the gradients that
+    arrive require no grad, even though those of attention depend on the saved tensors.
+    """
+
+    def decorate(backward: Callable) -> Callable:
+        @functools.wraps(backward)
+        def first(ctx, *grads):
+            saved = ctx.saved_tensors
+            with torch.no_grad():
+                found = backward(ctx, saved, *grads)
+            if not torch.is_grad_enabled():
+                return found
+            inputs = [x for x in (*grads, *saved) if x is not None]
+            message = f"{what} has no second derivative: double backward is not implemented"
+            results = iter(undifferentiable(message, inputs, *(x for x in found if x is not None)))
+            return tuple(None if x is None else next(results) for x in found)
+
+        return first
+
+    return decorate
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """forward(message, number of results, *results, *inputs) -> results"""
+
+    @staticmethod
+    def forward(ctx, message, count, *tensors):
+        ctx.message = message
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(ctx.message)

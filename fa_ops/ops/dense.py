@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import checks, planning
-from fa_ops.call import DENSE, Call, Saved
-from fa_ops.empty_calls import dense_outputs
+from fa_ops.call import checks
+from fa_ops.call.call import DENSE, Call, Saved
+from fa_ops.call.options import Spec
 from fa_ops.ops import autograd, library
-from fa_ops.types import Spec
+from fa_ops.plans import planning
+from fa_ops.plans.outputs import dense_outputs
 
 ATTENTION = torch.ops.fa.attention.default
 WITH_LSE = torch.ops.fa.attention_with_lse.default

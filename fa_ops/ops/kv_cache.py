@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import cache_checks, checks, planning
-from fa_ops.call import CACHED, Call
-from fa_ops.empty_calls import dense_outputs
+from fa_ops.call import cache_checks, checks
+from fa_ops.call.call import CACHED, Call
+from fa_ops.call.options import Cache, Spec
 from fa_ops.ops import axes, library
-from fa_ops.types import Cache, Spec
+from fa_ops.plans import planning
+from fa_ops.plans.outputs import dense_outputs
 
 READ = torch.ops.fa.attention_with_kv_cache.default
 APPEND = torch.ops.fa.attention_with_kv_cache_append.default

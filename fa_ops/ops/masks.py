@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import call, checks, dispatch, planning
+from fa_ops.call import call, checks
+from fa_ops.call.options import mask_blocks_shape
 from fa_ops.ops import library
-from fa_ops.types import mask_blocks_shape
+from fa_ops.plans import dispatch, planning
 
 MASK_BLOCKS = torch.ops.fa.mask_blocks.default
 

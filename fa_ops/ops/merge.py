@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import call, checks, dispatch, planning
+from fa_ops.call import call, checks
 from fa_ops.ops import library
+from fa_ops.plans import dispatch, planning
 
 MERGE = torch.ops.fa.merge_states.default
 

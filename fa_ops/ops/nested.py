@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fa_ops import tracing
-from fa_ops.call import PACKED, Call
+from fa_ops.call.call import PACKED, Call
+from fa_ops.call.options import Packing, Spec
 from fa_ops.ops import autograd, axes, library, varlen
-from fa_ops.types import Packing, Spec
 
 _RAGGED = 2  # the dimension of lengths
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import checks, planning, quantized_checks
-from fa_ops.call import QUANTIZED, Call, QuantizedTensors
-from fa_ops.empty_calls import dense_outputs
+from fa_ops.call import checks, quantized_checks
+from fa_ops.call.call import QUANTIZED, Call, QuantizedTensors
+from fa_ops.call.options import Quantization, Spec
 from fa_ops.ops import axes, library
-from fa_ops.types import Quantization, Spec
+from fa_ops.plans import planning
+from fa_ops.plans.outputs import dense_outputs
 
 QUANTIZED_ATTENTION = torch.ops.fa.quantized_attention.default
 _TENSORS = ("query", "key", "value", *QuantizedTensors._fields)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.ops import library
-from fa_ops.ops.imports import after_import
+from fa_ops.ops.library import after_import
 
 DROPOUT_SEED = torch.ops.fa.dropout_seed.default
 

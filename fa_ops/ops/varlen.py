@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import planning
-from fa_ops.call import PACKED, Call, Saved
-from fa_ops.empty_calls import packed_outputs
+from fa_ops.call.call import PACKED, Call, Saved
+from fa_ops.call.options import Packing, Spec
 from fa_ops.ops import autograd, library
-from fa_ops.types import Packing, Spec
+from fa_ops.plans import planning
+from fa_ops.plans.outputs import packed_outputs
 
 VARLEN = torch.ops.fa.attention_varlen.default
 BACKWARD = torch.ops.fa.attention_varlen_backward.default

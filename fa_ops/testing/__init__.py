@@ -1,6 +1,6 @@
 """Public utilities for testing attention: input factories, error budgets, an oracle comparison."""
 
-from fa_ops.testing.arena import Arena
+from fa_ops.testing.allocators import Arena
 from fa_ops.testing.budget import assert_close_to_oracle, assert_within_budget, naive
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.testing.check import assert_right

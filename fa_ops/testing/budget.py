@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
-from fa_ops.testing.arena import Arena
+from fa_ops.call.options import Spec, default_scale, keywords
+from fa_ops.testing.allocators import Arena
 from fa_ops.testing.inputs import Case, PackedCase
-from fa_ops.testing.isolation import Poison, Ties
-from fa_ops.types import Spec, default_scale, keywords
+from fa_ops.testing.nan_isolation import Poison, Ties
 
 FLOOR = 1e-5
 FEW = 256  # numbers in a result whose errors may all be small by chance

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.testing import broken_caches
-from fa_ops.testing.arena import Arena
+from fa_ops.testing import caches
+from fa_ops.testing.allocators import Arena
 from fa_ops.testing.budget import assert_close_to_oracle
 from fa_ops.testing.caches import CacheCase, assert_cache_close, call
 from fa_ops.testing.inputs import Case, PackedCase
@@ -38,9 +38,7 @@ def assert_right(
     checked = backend in ("cpu", "reference")
     if isinstance(case, CacheCase):
         q, k, v, cache, spec = case.fresh()
-        argument = (
-            broken_caches.first_invalid_value(k, cache, spec) if case.broken and checked else None
-        )
+        argument = caches.first_invalid_value(k, cache, spec) if case.broken and checked else None
         if argument is not None:
             spec = spec._replace(backend=backend)
             _assert_refused(case, argument, lambda: call(q, k, v, cache, spec))

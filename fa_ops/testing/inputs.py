@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
-from fa_ops.testing import tiles
-from fa_ops.testing.layouts import GRAD_LAYOUTS, LAYOUTS, arranged, base_shape, rearranged
-from fa_ops.types import Packing, Spec
+from fa_ops.call.options import MASK_BLOCK, Packing, Spec, mask_tiles
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
@@ -112,7 +110,7 @@ class Case:
                 grad = requires_grad and self.mask_grad
                 fields["attn_mask"] = move(bias.to(self.dtype), grad=grad)
             if self.mask_blocks:
-                tiles.fill_some(fields["attn_mask"].detach(), g)
+                fill_some(fields["attn_mask"].detach(), g)
                 fields["mask_blocks"] = reference.mask_blocks(fields["attn_mask"])
         if self.alibi is not None:
             fields["alibi_slopes"] = move(random_slopes(self, g), torch.float32, False)
@@ -314,3 +312,56 @@ def random_case(seed: int, **fixed) -> Case:
         fields["sinks"] = "-inf"
     fields["mask_blocks"] = mask is not None and maybe(0.4)
     return dataclasses.replace(Case(), **(fields | fixed))
+
+
+def fill_some(mask: Tensor, g: torch.Generator) -> None:
+    """Mask a third of the tiles of a mask out, in place, and make a third change no score."""
+    lowest, highest = (False, True) if mask.dtype == torch.bool else (-torch.inf, 0.0)
+    kinds = torch.randint(3, mask_tiles(mask), generator=g).to(mask.device)
+    rows, columns = mask.shape[-2:]
+    for dim, size in ((2, rows), (3, columns)):
+        kinds = kinds.repeat_interleave(MASK_BLOCK, dim).narrow(dim, 0, size)
+    mask.masked_fill_(kinds == 0, lowest).masked_fill_(kinds == 1, highest)
+
+
+LAYOUTS = ("bhsd", "bshd", "packed", "expanded", "heads", "rows", "frames")
+GRAD_LAYOUTS = ("bhsd", "bshd", "ones", "rows", "frames")
+
+
+def base_shape(layout: str, B: int, H: int, S: int, D: int) -> tuple[int, ...]:
+    """The shape of the contiguous tensor of which `arranged` returns a view."""
+    return {
+        "bhsd": (B, H, S, D),
+        "bshd": (B, S, H, D),
+        "packed": (B, S, 2 * H, D),  # a slice of wider rows
+        "expanded": (1, H, S, D),  # all rows of the batch share memory
+        "heads": (B, 1, S, D),  # all heads share memory
+        "rows": (B, H, 1, D),  # all tokens share memory
+        "frames": (B, H, max(S, 1) + D - 1),  # each row begins one element after the row before it
+    }[layout]
+
+
+def arranged(layout: str, base: Tensor, B: int, H: int, S: int, D: int) -> Tensor:
+    """A (B, H, S, D) view of `base` in the named layout."""
+    if layout == "frames":
+        return base.unfold(-1, D, 1)[:, :, :S]
+    if layout in ("bshd", "packed"):
+        base = base[:, :, :H].transpose(1, 2)
+    return base.expand(B, H, S, D)
+
+
+def rearranged(layout: str, x: Tensor) -> Tensor:
+    """A tensor of x's shape (..., D) and of its values in another layout, which may repeat values.
+
+    "ones" repeats a single value everywhere.
+    """
+    if layout == "ones":
+        return x.flatten()[:1].view([1] * x.dim()).expand(x.shape)
+    if layout == "rows":
+        return x[..., :1, :].expand(x.shape)
+    if layout == "bshd":
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "frames":
+        *outer, S, D = x.shape
+        return torch.cat([x[..., 0], x[..., -1, 1:]], -1).unfold(-1, D, 1)
+    return x

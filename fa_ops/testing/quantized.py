@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import quantization, reference
-from fa_ops.testing import quantized_packed
-from fa_ops.testing.arena import Arena
+from fa_ops.call.options import SCALE_BLOCK, Quantization, Spec, default_scale
+from fa_ops.testing.allocators import Arena
 from fa_ops.testing.inputs import Case, short_repr
-from fa_ops.types import SCALE_BLOCK, Quantization, Spec, default_scale
 
 SHARE = 0.25  # of the error of quantisation, by which a backend may differ from the oracle
 FLOOR = 1e-3  # of a result's root mean square, where that error is small by chance
@@ -178,7 +177,7 @@ def _call(
     """out and lse of the case; of packed sequences the oracle's for queries that are left out."""
     if case.page is None:
         return call(q, k, v, how, spec)
-    out, lse, there = quantized_packed.call(q, k, v, how, spec, case.page, case.case.seed)
+    out, lse, there = packed_call(q, k, v, how, spec, case.page, case.case.seed)
     wanted, wanted_lse = reference.quantized(q, k, v, how, spec)
     out = out.where(there.unsqueeze(-1), wanted.to(out.dtype))
     return out, lse.where(there, wanted_lse.to(lse.dtype))
@@ -224,3 +223,76 @@ def _assert_close(
 
 def _rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item() if x.numel() else 0.0
+
+
+GAP = 2  # tokens before the first sequence and after the last
+
+
+def packed_call(
+    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec, page: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend the last queries of each row, as many as are drawn, by attention_varlen.
+
+    Args:
+        page: keys of a page; 0: keys follow one another.
+        seed: of the numbers of queries and of the order of pages.
+
+    Returns:
+        out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), unset where a query is left out, and which are
+        there, bool (B, 1, Sq).
+    """
+    import fa_ops
+
+    g = torch.Generator().manual_seed(seed)
+    (B, Hq, Sq, _), Sk = q.shape, k.shape[2]
+    lens = [Sk] * B if spec.kv_lens is None else spec.kv_lens.clamp(0, Sk).tolist()
+    counts = [Sq, *torch.randint(0, Sq + 1, (B - 1,), generator=g).tolist()]
+    gap = q.new_zeros(GAP, Hq, q.shape[3])
+    query = _joined([gap, *(q[b, :, Sq - n :].transpose(0, 1) for b, n in enumerate(counts)), gap])
+    ends_q = _ends(counts, q.device) + GAP
+    if page:
+        key, value, table = _pages(k, v, page, g)
+        keys = {"kv_lens": torch.tensor(lens, dtype=torch.int32, device=q.device)}
+        ends_k, keys = None, keys | {"page_table": table}
+    else:
+        key, value = (
+            _joined([x[b, :, :n].transpose(0, 1) for b, n in enumerate(lens)]) for x in (k, v)
+        )
+        ends_k, keys = _ends(lens, q.device), {}
+    found, found_lse = fa_ops.attention_varlen(
+        query, key, value, ends_q, ends_k, max(counts), Sk, is_causal=spec.is_causal,
+        scale=spec.scale, window=(spec.window_left, spec.window_right), softcap=spec.softcap,
+        sinks=spec.sinks, return_lse=True, backend=spec.backend, **keys,
+        **dict(zip(how._fields, how[:3])),
+    )  # fmt: skip
+    assert not found[:GAP].any() and not found[len(found) - GAP :].any(), "tokens of no sequence"
+    out, lse = found.new_empty(B, Hq, Sq, v.shape[3]), found_lse.new_empty(B, Hq, Sq)
+    there = torch.zeros(B, 1, Sq, dtype=torch.bool, device=q.device)
+    for b, (begin, n) in enumerate(zip(ends_q.tolist(), counts)):
+        out[b, :, Sq - n :] = found[begin : begin + n].transpose(0, 1)
+        lse[b, :, Sq - n :] = found_lse[:, begin : begin + n]
+        there[b, :, Sq - n :] = True
+    return out, lse, there
+
+
+def _ends(counts: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *counts], dtype=torch.int32, device=device).cumsum(0).int()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat([x.view(torch.uint8) for x in parts]).view(parts[0].dtype)
+
+
+def _pages(k: Tensor, v: Tensor, page: int, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages in a random order with unused ones among them, and their table."""
+    B, _, Sk, _ = k.shape
+    width = -(-Sk // page)
+    order = torch.randperm(B * width + 3, generator=g)[: B * width].to(k.device)
+    made = []
+    for x in (k, v):
+        rows = x.view(torch.uint8).transpose(1, 2)
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, width * page - Sk), value=127)
+        pages = rows.new_full((B * width + 3, page, *rows.shape[2:]), 127)  # NaN
+        pages[order] = rows.reshape(B * width, page, *rows.shape[2:])
+        made.append(pages.view(x.dtype))
+    return *made, order.view(B, width).int()

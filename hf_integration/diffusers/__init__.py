@@ -18,11 +18,10 @@ except ImportError as error:
         "hf_integration.diffusers needs diffusers 0.42 or later: pip install 'fa-ops[diffusers]'"
     ) from error
 
-from hf_integration.diffusers import default  # noqa: F401  # before diffusers' models are imported
-from hf_integration.diffusers.explaining import explain
+from hf_integration.diffusers import registration  # noqa: F401  # before diffusers' models are imported
+from hf_integration.diffusers.explaining import explain, keep_16_bit
 from hf_integration.diffusers.key_masks import counts as mask_counts
 from hf_integration.diffusers.registration import register
-from hf_integration.diffusers.sixteen_bit import keep_16_bit
 from hf_integration.hooks import EIGHT_BIT, NAME
 
 __all__ = ["EIGHT_BIT", "NAME", "explain", "keep_16_bit", "mask_counts", "register"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Collection
 
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import nn
 
 from hf_integration.diffusers import key_masks, sdpa_calls
-from hf_integration.explaining import Explanation, Layers, backend_of, example
+from hf_integration.explaining import Explanation, Layers, backend_of, example, modules_of
 from hf_integration.hooks import EIGHT_BIT, NAME
 
 
@@ -69,3 +70,38 @@ def _of_layer(layer: nn.Module) -> tuple[str, str]:
 def _head_dim(layer: nn.Module) -> int | None:
     heads, width = getattr(layer, "heads", None), getattr(layer, "inner_dim", None)
     return getattr(layer, "head_dim", None) or (width // heads if heads and width else None)
+
+
+def keep_16_bit(model: nn.Module, names: Collection[str]) -> None:
+    """Give the attention of some modules the backend "fa_ops", in a model with "fa_ops_8bit".
+
+    The first and last blocks of image and video models are often the most sensitive.
+    `set_attention_backend` sets the backend of all modules again.
+
+    Args:
+        model: a model after `model.set_attention_backend("fa_ops_8bit")`.
+        names: modules as `model.named_modules()` has them, such as ``"blocks.0"``; everything
+            inside them is meant.
+
+    Raises:
+        TypeError: model is no module, or names is no collection of strings.
+        ValueError: the model has no module of a name, or nothing inside has the backend
+            "fa_ops_8bit".
+
+    Examples:
+        >>> transformer.set_attention_backend("fa_ops_8bit")
+        >>> hf_integration.diffusers.keep_16_bit(transformer, ["blocks.0", "blocks.39"])
+    """
+    chosen = {}
+    for name, whole in modules_of(model, names).items():
+        processors = [getattr(module, "processor", None) for module in whole.modules()]
+        found = [x for x in processors if getattr(x, "_attention_backend", None) == EIGHT_BIT]
+        if not found:
+            raise ValueError(
+                f"names must be modules with the backend {EIGHT_BIT!r}, {name!r} has none: call "
+                f"set_attention_backend({EIGHT_BIT!r}) first"
+            )
+        chosen[name] = found
+    for processors in chosen.values():
+        for processor in processors:
+            processor._attention_backend = AttentionBackendName(NAME)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.tracing import is_compiling
-from hf_integration.readable import is_readable, reads_are_free
+from hf_integration.host_reads import is_readable, reads_are_free
 
 # How often each encoding was made (not while tracing).
 counts: Counter[str] = Counter()

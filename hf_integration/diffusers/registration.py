@@ -8,8 +8,9 @@ from collections.abc import Callable
 from diffusers import ModelMixin
 from diffusers.models import attention_dispatch, attention_processor
 from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.utils import constants
 
-from hf_integration.diffusers import default, sdpa_calls
+from hf_integration.diffusers import sdpa_calls
 from hf_integration.diffusers.attention import fa_ops_8bit_attention, fa_ops_attention
 from hf_integration.hooks import EIGHT_BIT, NAME
 
@@ -44,7 +45,7 @@ def _add(name: str, function: Callable, supports_context_parallel: bool) -> None
     AttentionBackendName._value2member_map_[name] = member
     type.__setattr__(AttentionBackendName, member.name, member)
     _registry.register(member, supports_context_parallel=supports_context_parallel)(function)
-    if name == default.requested:
+    if name == requested:
         _registry.set_active_backend(member)
         sdpa_calls.install(attention_processor)
 
@@ -61,3 +62,9 @@ def _answering_sdpa(set_backend: Callable) -> Callable:
 
     wrapper._fa_ops = True
     return wrapper
+
+
+requested: str | None = None
+if constants.DIFFUSERS_ATTN_BACKEND in (NAME, EIGHT_BIT):
+    requested = constants.DIFFUSERS_ATTN_BACKEND
+    constants.DIFFUSERS_ATTN_BACKEND = "native"

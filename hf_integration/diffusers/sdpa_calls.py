@@ -16,8 +16,8 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from fa_ops.call.options import MAX_HEAD_DIM, dtype_name
 from fa_ops.tracing import is_compiling
-from fa_ops.types import MAX_HEAD_DIM, dtype_name
 from hf_integration.diffusers.attention import fa_ops_8bit_attention, fa_ops_attention
 from hf_integration.hooks import EIGHT_BIT, NAME
 

@@ -11,28 +11,19 @@ import pytest
 import torch
 
 from fa_ops.backends.hopper import (
-    append,
-    compiler,
+    backward,
     decode,
-    dense_backward,
-    dense_forward,
-    dequantize,
-    forward_combine,
-    launch,
+    eight_bit,
+    eight_bit_inputs,
+    forward,
     mla,
     packed,
-    packed_backward,
-    quantize,
-    quantized,
-    quantized_packed,
-    scaled,
-    scaled_packed,
-    split_kv,
 )
+from fa_ops.backends.hopper.runtime import launch, nvrtc
 
-HOSTS = (launch, decode, mla, dense_forward, dense_backward, packed, split_kv, quantize)
-HOSTS += quantized, scaled, forward_combine, dequantize, quantized_packed, scaled_packed
-HOSTS += packed_backward, append
+HOSTS = (launch, decode, mla, forward, backward, packed, decode, eight_bit_inputs)
+HOSTS += eight_bit, eight_bit_inputs, forward, eight_bit_inputs, eight_bit, eight_bit_inputs
+HOSTS += packed, decode
 
 
 class Launched(NamedTuple):
@@ -94,8 +85,8 @@ def driver(monkeypatch):
     monkeypatch.setattr(launch, "driver", lambda: fake)
     monkeypatch.setattr(launch, "_loaded", {})
     monkeypatch.setattr(launch, "_load", lambda name, entry: launch.Kernel(name, 128, 0))
-    monkeypatch.setattr(compiler, "program", lambda source, entry, defines: entry)
-    monkeypatch.setattr(compiler, "begin", lambda names: [partial(str, name) for name in names])
+    monkeypatch.setattr(nvrtc, "program", lambda source, entry, defines: entry)
+    monkeypatch.setattr(nvrtc, "begin", lambda names: [partial(str, name) for name in names])
     instead = {
         "current_device": lambda: None,  # the index of CPU tensors
         "current_stream": lambda index: 77,

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from fa_ops.backends.hopper import dense_backward, wgmma
+from fa_ops.backends.hopper import backward
 from fa_ops.backends.hopper.configs import BackwardConfig
+from fa_ops.backends.hopper.runtime import wgmma
 from tests.backends.cuda_as_cpp import built
 
 PTX = r"""
@@ -374,7 +375,7 @@ def emulated(
 
     `features` are arguments of `kernel_defines`.
     """
-    defines = dense_backward.kernel_defines(config, torch.bfloat16, **features)
+    defines = backward.kernel_defines(config, torch.bfloat16, **features)
     return compiled(folder, source, call, defines)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper import dense_forward
+from fa_ops.backends.hopper import forward
 from fa_ops.backends.hopper.configs import forward_config
 from tests.backends.cuda_as_cpp import SOURCES
 from tests.backends.cuda_cluster import PTX, compiled
@@ -81,7 +81,7 @@ def emulated_forward(
     config = forward_config(16, 16, bias_bits, few_registers=True, skips_tiles=skips_tiles)
     config = dataclasses.replace(config, block_m=128, block_n=block_n)
     is_bool = not bias_bits
-    defines = dense_forward.kernel_defines(config, torch.bfloat16, mask=is_bool, **features)
+    defines = forward.kernel_defines(config, torch.bfloat16, mask=is_bool, **features)
     machine = PTX.replace("CTAS = 2, THREADS = 512", f"CTAS = 1, THREADS = {config.threads}")
     others = {"softmax.cuh": softmax_without_fences()}
     return compiled(folder, "forward.cu", CALL, defines, machine + FORWARD_PTX, others)

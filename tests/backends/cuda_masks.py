@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.mask import _row_bytes
+from fa_ops.backends.hopper.masks import _row_bytes
 
 # After a kernel's own source.
 SIZES = r"""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from fa_ops.backends.hopper import wgmma
+from fa_ops.backends.hopper.runtime import wgmma
 from tests.backends import cuda_cluster
 from tests.backends.cuda_as_cpp import HALVES, WARP, built
 

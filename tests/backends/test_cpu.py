@@ -10,12 +10,12 @@ import torch
 
 import fa_ops
 from fa_ops.backends import cpu, reference
-from fa_ops.backends.cpu import blockwise, flash
+from fa_ops.backends.cpu import dense
 from fa_ops.backends.cpu import scores as tiles
-from fa_ops.backends.cpu.key_ranges import attended_ranges
+from fa_ops.backends.cpu.scores import attended_ranges
+from fa_ops.call.options import Packing, Spec
 from fa_ops.cli.measure import peak_memory
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case
-from fa_ops.types import Packing, Spec
 from tests.kernels import assert_merges_into
 
 # more than one tile of rows and of keys
@@ -135,25 +135,25 @@ def test_which_calls_use_the_aten_kernel(name, monkeypatch):
         spec = spec._replace(kv_lens=spec.kv_lens.int())
     if spec.key_ranges is not None:
         spec = spec._replace(key_ranges=spec.key_ranges.int())
-    monkeypatch.setattr(flash, "MIN_PIECE_SCORES", 0)
-    pieces = flash.plan(q, k, v, spec)
+    monkeypatch.setattr(dense, "MIN_PIECE_SCORES", 0)
+    pieces = dense.plan(q, k, v, spec)
     assert (None if pieces is None else len(pieces)) == expected
 
 
 @pytest.mark.parametrize("name", [n for n, (_, s, _) in PIECES.items() if not s.dropout_p])
 def test_both_engines_agree(name, monkeypatch):
-    monkeypatch.setattr(flash, "MIN_PIECE_SCORES", 0)
+    monkeypatch.setattr(dense, "MIN_PIECE_SCORES", 0)
     case, spec, expected = PIECES[name]
     q, k, v, _ = case.fresh()
     small = {n: getattr(spec, n) for n in ("kv_lens", "key_ranges")}
     spec = spec._replace(**{n: None if x is None else x.int() for n, x in small.items()})
     ranges = attended_ranges(spec, case.Sq, case.Sk)
     out, lse = cpu.forward(q, k, v, spec)
-    by_loop = blockwise.forward(q, k, v, spec, ranges, 0)
+    by_loop = dense.blockwise_forward(q, k, v, spec, ranges, 0)
     torch.testing.assert_close((out, lse), by_loop, rtol=1e-5, atol=1e-5)
     grad_out, _ = case.grad_outputs(out, lse)
     grads = cpu.backward(grad_out, None, q, k, v, out, lse, spec)
-    by_loop = blockwise.backward(grad_out, None, q, k, v, out, lse, spec, ranges, False, 0)
+    by_loop = dense.blockwise_backward(grad_out, None, q, k, v, out, lse, spec, ranges, False, 0)
     torch.testing.assert_close(tuple(grads[:3]), tuple(by_loop[:3]), rtol=1e-5, atol=1e-5)
 
 

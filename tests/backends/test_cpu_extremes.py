@@ -9,8 +9,8 @@ import torch
 
 import fa_ops
 from fa_ops.backends import cpu, reference
+from fa_ops.call.options import Spec
 from fa_ops.testing import assert_close_to_oracle, make_case
-from fa_ops.types import Spec
 
 NAN, INF = math.nan, math.inf
 S = 40

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fa_ops.backends.hopper import compiler, cubin_cache
+from fa_ops.backends.hopper.runtime import cubin_cache, nvrtc
 
 CODE = bytes(range(256)) * 40
 ROOT = os.geteuid() == 0
@@ -30,9 +30,9 @@ def path(tmp_path):
 def compilations(monkeypatch, path):
     """Sources that were compiled; the compiler is a fake, and every source has the same file."""
     compiled = []
-    monkeypatch.setattr(compiler, "_path", lambda source: path)
+    monkeypatch.setattr(nvrtc, "_path", lambda source: path)
     monkeypatch.setattr(
-        compiler, "compile_source", lambda source: compiled.append(source) or (CODE, "")
+        nvrtc, "compile_source", lambda source: compiled.append(source) or (CODE, "")
     )
     return compiled
 
@@ -81,9 +81,9 @@ def test_a_damaged_file_is_replaced(path, compilations, damage):
     cubin_cache.store(path, CODE)
     whole = path.read_bytes()
     path.write_bytes(DAMAGED[damage](whole))
-    assert compiler.compiled(["source"]) == [CODE] and compilations == ["source"]
+    assert nvrtc.compiled(["source"]) == [CODE] and compilations == ["source"]
     assert path.read_bytes() == whole and path.stat().st_mode & 0o777 == 0o600
-    assert compiler.compiled(["source"]) == [CODE] and compilations == ["source"]
+    assert nvrtc.compiled(["source"]) == [CODE] and compilations == ["source"]
 
 
 def link(path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_planted_file_is_replaced(path, compilations, plant):
     cubin_cache.store(path, CODE)
     PLANTED[plant](path)
     assert cubin_cache.load(path) is None
-    assert compiler.compiled(["source"]) == [CODE] and compilations == ["source"]
+    assert nvrtc.compiled(["source"]) == [CODE] and compilations == ["source"]
     assert not path.is_symlink() and path.stat().st_mode & 0o7777 == 0o600
     assert path.stat().st_uid == os.geteuid() and cubin_cache.load(path) == CODE
 
@@ -134,17 +134,17 @@ def test_a_folder_in_the_files_place_costs_a_compilation_for_each_process(path, 
     path.mkdir(parents=True, mode=0o700)
     path.parent.chmod(0o700)
     with pytest.warns(RuntimeWarning, match=rf"kept in {path.parent}: Is a directory"):
-        assert compiler.compiled(["source"]) == [CODE]
+        assert nvrtc.compiled(["source"]) == [CODE]
     assert path.is_dir() and os.listdir(path.parent) == [path.name]
-    assert compiler.compiled(["source"]) == [CODE] and compilations == ["source"]
+    assert nvrtc.compiled(["source"]) == [CODE] and compilations == ["source"]
     path.rmdir()  # it is stored as soon as that is possible
-    assert compiler.compiled(["source"]) == [CODE] and compilations == ["source"]
+    assert nvrtc.compiled(["source"]) == [CODE] and compilations == ["source"]
     assert cubin_cache.load(path) == CODE and not cubin_cache.unsaved
 
 
 def test_a_file_that_the_driver_refuses_is_replaced(path, compilations):
     cubin_cache.store(path, b"for another driver")
-    assert list(compiler.replacements("source", b"for another driver")) == [CODE]
+    assert list(nvrtc.replacements("source", b"for another driver")) == [CODE]
     assert compilations == ["source"] and cubin_cache.load(path) == CODE
 
 
@@ -176,10 +176,10 @@ def test_a_folder_that_others_can_write_to_is_not_used(path, compilations, monke
     change, reason = UNTRUSTED[kind]
     change(path.parent, monkeypatch)
     with pytest.warns(RuntimeWarning, match=f"kept in {path.parent}: {reason}.*FA_OPS_CACHE_DIR"):
-        assert compiler.compiled(["source"]) == [CODE]
+        assert nvrtc.compiled(["source"]) == [CODE]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it was said once
-        assert compiler.compiled(["source"]) == [CODE]
+        assert nvrtc.compiled(["source"]) == [CODE]
     assert compilations == ["source"]
     assert os.listdir(path.parent) == [path.name] and path.read_bytes() == planted
 
@@ -236,10 +236,10 @@ def place_for(tmp_path: Path, kind: str) -> Path:
 )
 def test_a_place_where_no_folder_can_be(tmp_path, compilations, monkeypatch, kind):
     path = place_for(tmp_path, kind) / "kernel.cubin"
-    monkeypatch.setattr(compiler, "_path", lambda source: path)
+    monkeypatch.setattr(nvrtc, "_path", lambda source: path)
     with pytest.warns(RuntimeWarning, match="compiled kernels cannot be kept in") as caught:
         for _ in range(3):
-            assert compiler.compiled(["source"]) == [CODE]
+            assert nvrtc.compiled(["source"]) == [CODE]
     assert len(caught) == 1 and compilations == ["source"]
 
 
@@ -308,11 +308,11 @@ def test_the_default_place(monkeypatch, variables, folder):
         monkeypatch.delenv(name, raising=False)
         if name in variables:
             monkeypatch.setenv(name, variables[name])
-    assert compiler.cache_dir() == Path(folder)
+    assert nvrtc.cache_dir() == Path(folder)
 
 
 def test_a_user_without_home_and_passwd_entry(monkeypatch):
     for name in ("FA_OPS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    assert compiler.cache_dir() == Path("/.cache/fa_ops")
+    assert nvrtc.cache_dir() == Path("/.cache/fa_ops")

@@ -11,13 +11,14 @@ import subprocess
 import pytest
 import torch
 
-from fa_ops import dispatch, planning
 from fa_ops.backends import hopper, reference
-from fa_ops.backends.hopper import append, decode, launch, split_kv
-from fa_ops.backends.hopper.launch import Params
-from fa_ops.call import APPEND, CACHED, CacheTensors, Call
+from fa_ops.backends.hopper import decode
+from fa_ops.backends.hopper.runtime import launch
+from fa_ops.backends.hopper.runtime.launch import Params
+from fa_ops.call.call import APPEND, CACHED, CacheTensors, Call
+from fa_ops.call.options import Cache, Spec
+from fa_ops.plans import dispatch, planning
 from fa_ops.testing.caches import CacheCase, random_cache_case
-from fa_ops.types import Cache, Spec
 from tests.backends.cuda_as_cpp import SOURCES, WARP, needs_compiler
 
 PTX = """
@@ -128,12 +129,12 @@ def bytes_of(t):
 def bytes_with_one_nan(t):
     """`bytes_of`, in which NaN of e4m3 has no sign."""
     found = bytes_of(t)
-    return found.where(found & 127 < 127, 127) if t.dtype == append._E4M3 else found
+    return found.where(found & 127 < 127, 127) if t.dtype == decode._CACHED_E4M3 else found
 
 
 def run_launch(program, file, ctas, params, tensors):
     """Run the kernel on copies of the tensors' memory, then replace that memory."""
-    offsets = {name: field.offset for name, field in append._LAYOUT.fields.items()}
+    offsets = {name: field.offset for name, field in decode._APPEND_LAYOUT.fields.items()}
     memory, pointers = {}, []
     for name, t in zip(POINTERS, tensors, strict=True):
         if t is not None:
@@ -209,17 +210,17 @@ def rotated_as_defined(q, cache, lens):
 
 def assert_written(driver, programs, file, q, k, v, cache, spec):
     """Run host code and kernel, and compare everything that they wrote."""
-    driver.struct_bytes = append._LAYOUT.size
+    driver.struct_bytes = decode._APPEND_LAYOUT.size
     k2, v2 = in_copied_memory(k, v)
     call = Call(CACHED, q, k, v, spec, cache=cache)
     kept = [t for t in (q, *call.tensors) if t is not None]
     before = [bytes_of(t).clone() for t in kept]
-    queries, ends = append.prepare(call)(q, k, v, call.tensors)
+    queries, ends = decode.prepare_append(call)(q, k, v, call.tensors)
     (ctas, _), params = driver.last("append")
     t, rotary = call.tensors, cache.rotary_cos
     given = (q, queries, t.key, t.value, k, v, t.kv_lens, None if t.key is None else ends)
     given += t.page_table, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin
-    defines = append.kernel_defines(q.dtype, k.dtype, None if rotary is None else rotary.dtype)
+    defines = decode.append_defines(q.dtype, k.dtype, None if rotary is None else rotary.dtype)
     run_launch(programs(defines), file, ctas, params, given)
     lens = t.kv_lens.long() if t.key is None else write_as_defined(k2, v2, cache, spec)
     assert ends.tolist() == lens.tolist()
@@ -341,7 +342,7 @@ def on_hopper(driver, monkeypatch):
         hopper, "cache_error", lambda *call: hopper._cache_module(*call[:4]).cache_error(*call)
     )
     monkeypatch.setitem(dispatch._available, "hopper", None)
-    sizes = {"append": append._LAYOUT.size, "decode": decode._LAYOUT.size}
+    sizes = {"append": decode._APPEND_LAYOUT.size, "decode": decode._LAYOUT.size}
 
     def read(name, pointers):
         driver.struct_bytes = sizes.get(name, 0)
@@ -362,7 +363,7 @@ def test_the_attending_kernel_finds_what_was_written(on_hopper, rotary, page_siz
     first, second, _ = on_hopper.launched
     assert [first.name, second.name] == ["append", "decode"]
     assert on_hopper.called.count("cuLaunchKernelEx") == 3
-    found = append._LAYOUT.unpack(first.params)
+    found = decode._APPEND_LAYOUT.unpack(first.params)
     assert found["kv_lens"] == (t.kv_lens.data_ptr(),) and found["k"] == (k.data_ptr(),)
     (queries,) = struct.unpack_from("<Q", second.params)
     (lens,) = struct.unpack_from("<Q", second.params, 384 + 4 * 8)
@@ -372,16 +373,14 @@ def test_the_attending_kernel_finds_what_was_written(on_hopper, rotary, page_siz
 
 @pytest.mark.parametrize("rotary", [0, 32])
 def test_what_is_written_for_one_call_is_behind_the_workspace(on_hopper, monkeypatch, rotary):
-    call, allocated, empty = decoding_call(rotary=rotary), [], split_kv.empty
-    monkeypatch.setattr(
-        split_kv, "empty", lambda *of: allocated.append(empty(*of)) or allocated[-1]
-    )
+    call, allocated, empty = decoding_call(rotary=rotary), [], decode.empty
+    monkeypatch.setattr(decode, "empty", lambda *of: allocated.append(empty(*of)) or allocated[-1])
     run = planning.plan_for(call._replace(backend="hopper")).prepare(call)
     run(call.query, call.key, call.value, call.tensors, False)
     (out, workspace), (first, *_) = allocated, on_hopper.launched
     assert out.shape == call.query.shape and workspace.dtype == torch.uint8
     own, begin = decode.plan_of(call.read_only()).family.workspace[0][0], workspace.data_ptr()
-    found = append._LAYOUT.unpack(first.params)
+    found = decode._APPEND_LAYOUT.unpack(first.params)
     (rotated,), (ends,) = found["rotated"], found["ends"]
     if rotary:
         assert begin + own <= rotated <= ends - 2 * call.query.numel()
@@ -399,7 +398,7 @@ def test_caches_that_are_copied_are_written_before(on_hopper, rotary):
     run(q, k, v, call.tensors)
     first, second, _ = on_hopper.launched
     assert [first.name, second.name] == ["append", "decode"]
-    found = append._LAYOUT.unpack(first.params)
+    found = decode._APPEND_LAYOUT.unpack(first.params)
     assert found["k"] == (k.data_ptr(),) and found["q"] == (q.data_ptr(),)
     copied = decode._LAYOUT.unpack(second.params)
     assert copied["k_rows"] not in (found["k"], (call.key.data_ptr(),))
@@ -415,7 +414,7 @@ def test_kernels_are_compiled_together(on_hopper, monkeypatch):
         order.extend(names)
         return [lambda name=name: order.append(f"code of {name}") or name for name in names]
 
-    monkeypatch.setattr(launch.compiler, "begin", begin)
+    monkeypatch.setattr(launch.nvrtc, "begin", begin)
     call = decoding_call()
     hopper.plan(call).prepare(call)
     assert order[:3] == ["append", "decode", "combine"] and order[3] == "code of append"
@@ -435,9 +434,9 @@ def test_another_current_device_gives_way_to_the_calls(on_hopper, monkeypatch):
         def __exit__(self, *_):
             current[0] = 1
 
-    run = append.prepare(call)
+    run = decode.prepare_append(call)
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(append, "current_device", lambda: current[0])
+    monkeypatch.setattr(decode, "current_device", lambda: current[0])
     run(call.query, call.key, call.value, call.tensors)
     assert entered == [None] and len(on_hopper.launched) == 1
 
@@ -447,7 +446,7 @@ def test_calls_share_no_parameters(on_hopper, monkeypatch):
     call, taken = decoding_call(), []
     take = Params.take
     monkeypatch.setattr(Params, "take", lambda *args: taken.append(take(*args)) or taken[-1])
-    run = append.prepare(call)
+    run = decode.prepare_append(call)
     for _ in range(2):
         run(call.query, call.key, call.value, call.tensors)
     assert len(taken) == 2 and taken[0][0] is taken[1][0]
@@ -468,7 +467,7 @@ def test_what_it_does_not_write(on_hopper, changes, message):
     if query is not None:
         call = call._replace(query=query)
     call = call._replace(cache=call.cache._replace(**rest))
-    assert message in append.support_error(call)
+    assert message in decode.append_error(call)
     if query is None:
         assert "the triton backend can run it" in hopper.supports(call)
 

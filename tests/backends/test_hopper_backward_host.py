@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from fa_ops.backends import mask_blocks
-from fa_ops.backends.hopper import dense_backward, mask
+from fa_ops.backends.hopper import backward
+from fa_ops.backends.hopper import masks as mask
 from fa_ops.backends.hopper.configs import group_parts
-from fa_ops.types import Spec
+from fa_ops.call.options import Spec
 
 
 def of_params(products: bytes) -> dict[str, tuple]:
     """What a kernel reads; of a tensor map the address alone, with which the driver starts it."""
-    found = dense_backward._PARAMS.unpack(products)
+    found = backward._PARAMS.unpack(products)
     return {
         name: struct.unpack_from("<Q", values[0]) if isinstance(values[0], bytes) else values
         for name, values in found.items()
@@ -24,9 +25,9 @@ def of_params(products: bytes) -> dict[str, tuple]:
 
 def read(name, pointers):
     if name != "clip_ranges":
-        return ctypes.string_at(pointers[0], dense_backward._PARAMS.size)
+        return ctypes.string_at(pointers[0], backward._PARAMS.size)
     found = {}
-    for i, field in enumerate(dense_backward._CLIP.fields.values()):
+    for i, field in enumerate(backward._CLIP.fields.values()):
         packed = ctypes.string_at(pointers[i], field.size)
         found[field.name] = struct.unpack("<" + field.format, packed)
     return found
@@ -41,7 +42,7 @@ def driver(driver):
 @pytest.fixture
 def parts_of_heads(monkeypatch):
     """Keys of a head are divided among CTAs."""
-    monkeypatch.setattr(dense_backward, "prefers_whole_heads", lambda *args: False)
+    monkeypatch.setattr(backward, "prefers_whole_heads", lambda *args: False)
 
 
 def tensors(B, Hq, Hkv, Sq, Sk, D):
@@ -56,7 +57,7 @@ def tensors(B, Hq, Hkv, Sq, Sk, D):
 @pytest.mark.parametrize("D, block", [(64, 128), (128, 64)])
 def test_each_kernel_finds_its_tensors_and_sizes(driver, parts_of_heads, D, block):
     g, q, k, v, out, lse = tensors(2, 4, 4, 200, 300, D)
-    grads = dense_backward.backward(g, None, q, k, v, out, lse, Spec(is_causal=True))
+    grads = backward.backward(g, None, q, k, v, out, lse, Spec(is_causal=True))
     assert [x.stride() for x in grads[:3]] == [x.stride() for x in (q, k, v)]
     (grid, rows), (ctas, products) = map(driver.last, ("preprocess", "backward"))
     assert grid == (8, 4) and rows == products
@@ -86,7 +87,7 @@ def test_overlapping_rows_have_gradients_that_can_be_written(driver):
     g, _, k, v, out, lse = tensors(1, 2, 2, 40, 40, 64)
     q = torch.zeros(1, 2, 103, dtype=torch.bfloat16).unfold(-1, 64, 1)
     assert torch.empty_like(q).stride(-1) != 1
-    grads = dense_backward.backward(g, None, q, k, v, out, lse, Spec())
+    grads = backward.backward(g, None, q, k, v, out, lse, Spec())
     assert [x.stride() for x in grads[:3]] == [torch.empty_like(x).stride() for x in (q, k, v)]
     _, products = driver.last("backward")
     strides = of_params(products)["strides"]
@@ -98,7 +99,7 @@ def test_overlapping_rows_have_gradients_that_can_be_written(driver):
 def test_a_group_in_parts_has_sums_of_keys(driver, D, deterministic):
     g, q, k, v, out, lse = tensors(1, 12, 2, 200, 300, D)
     spec = Spec(is_causal=True, deterministic=deterministic)
-    dense_backward.backward(g, None, q, k, v, out, lse, spec)
+    backward.backward(g, None, q, k, v, out, lse, spec)
     adds, blocks, block = D == 128 and not deterministic, -(-300 // 128), 128
     if D == 256:
         blocks, block = -(-300 // 64), 64
@@ -120,10 +121,10 @@ def test_a_group_in_parts_has_sums_of_keys(driver, D, deterministic):
 @pytest.mark.parametrize("Hkv", [6, 2])
 def test_pairs_of_ctas(driver, monkeypatch, Hkv):
     """A cluster of two for each block of 128 keys of a head or of a part of its group."""
-    monkeypatch.setattr(dense_backward, "prefers_pairs", lambda *args: True)
-    dense_backward._plan.cache_clear()
+    monkeypatch.setattr(backward, "prefers_pairs", lambda *args: True)
+    backward._plan.cache_clear()
     g, q, k, v, out, lse = tensors(1, 6, Hkv, 200, 300, 256)
-    dense_backward.backward(g, None, q, k, v, out, lse, Spec(is_causal=True))
+    backward.backward(g, None, q, k, v, out, lse, Spec(is_causal=True))
     grid, products = driver.last("backward")
     found, parts = of_params(products), 6 // Hkv
     assert grid == (2 * 3 * Hkv * parts, 1)
@@ -133,7 +134,7 @@ def test_pairs_of_ctas(driver, monkeypatch, Hkv):
     assert found["counter"][0] - found["key_sums"][0] == key_sums
     grid, _ = driver.last("postprocess")
     assert grid == (6 * 4 + 2 * 3 * Hkv * (parts > 1), 1)
-    dense_backward._plan.cache_clear()
+    backward._plan.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_pairs_of_ctas(driver, monkeypatch, Hkv):
 )
 def test_which_calls_pairs_of_ctas_serve(driver, options, paired):
     q = torch.zeros(1, 1, 9000, 256, dtype=torch.bfloat16)
-    plan = dense_backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(is_causal=True, **options))
+    plan = backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(is_causal=True, **options))
     assert plan.config.is_paired == paired
 
 
@@ -156,13 +157,13 @@ def test_which_calls_pairs_of_ctas_serve(driver, options, paired):
 def test_packed_sequences_and_key_ranges_by_pairs_of_ctas(driver, sequences, paired):
     q = torch.zeros(1, 1, 9000, 256, dtype=torch.bfloat16)
     ranges = torch.zeros(1, 1, 9000, 2, dtype=torch.int32)
-    plan = dense_backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(), ranges, None, sequences)
+    plan = backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(), ranges, None, sequences)
     assert plan.config.is_paired == paired
 
 
 def test_passes_that_overlap(driver):
     g, q, k, v, out, lse = tensors(1, 2, 2, 200, 300, 192)
-    dense_backward.backward(g, None, q, k, v, out, lse, Spec())
+    backward.backward(g, None, q, k, v, out, lse, Spec())
     (first, products), (second, same) = map(driver.last, ("backward", "backward_queries"))
     assert (first, second) == ((2 * 5, 1), (2 * 2, 1)) and products == same
 
@@ -175,11 +176,11 @@ def test_kernels_note_in_memory_of_their_own(driver, parts_of_heads, monkeypatch
         made.append(torch.empty_strided(size, stride, dtype=dtype))
         return made[-1]
 
-    monkeypatch.setattr(dense_backward, "empty", empty)
+    monkeypatch.setattr(backward, "empty", empty)
     for D, block, deterministic in ((64, 128, False), (64, 128, True), (256, 64, False)):
         call = tensors(2, 4, 4, 200, 300, D)
         g, *rest = call
-        dense_backward.backward(g, None, *rest, Spec(deterministic=deterministic))
+        backward.backward(g, None, *rest, Spec(deterministic=deterministic))
         found = of_params(driver.last("backward")[1])
         workspace = next(t for t in made if t.data_ptr() == found["lse"][0])
         of_keys = 2 * 8 * -(-300 // block) * block // 16
@@ -193,7 +194,7 @@ def test_key_ranges_and_lengths(driver):
     lens = torch.tensor([300, 100], dtype=torch.int32)
     ranges = torch.zeros(2, 1, 200, 2, dtype=torch.int32)
     spec = Spec(kv_lens=lens, key_ranges=ranges, window_left=7)
-    dense_backward.backward(g, None, q, k, v, out, lse, spec)
+    backward.backward(g, None, q, k, v, out, lse, spec)
     grid, runs = driver.last("clip_ranges")
     assert grid == (2, 2)
     assert (runs["ranges"], runs["kv_lens"]) == ((ranges.data_ptr(),), (lens.data_ptr(),))
@@ -214,7 +215,7 @@ def test_a_later_call_has_its_own_mask(driver, monkeypatch):
     by_address = {one.data_ptr(): one.view(torch.uint8) for one in masks}
     monkeypatch.setattr(mask.MaskPacker, "run", lambda self, stream, at: by_address[at])
     for one in masks:
-        dense_backward.backward(g, None, q, k, v, out, lse, Spec(attn_mask=one))
+        backward.backward(g, None, q, k, v, out, lse, Spec(attn_mask=one))
         _, products = driver.last("backward")
         assert of_params(products)["by_key"][0] == one.data_ptr()
 
@@ -227,15 +228,15 @@ def test_the_lists_of_a_mask_are_read_where_tiles_are_skipped(dtype, driver, mon
     bits = torch.zeros(8, dtype=torch.uint8)
     monkeypatch.setattr(mask.MaskPacker, "run", lambda self, stream, at: bits)
     spec = Spec(attn_mask=attn_mask, mask_blocks=blocks)
-    dense_backward.backward(g, None, q, k, v, out, lse, spec)
+    backward.backward(g, None, q, k, v, out, lse, spec)
     _, products = driver.last("backward")
-    lists = struct.unpack_from("<Q2q2i", products, dense_backward._LISTS_AT)
+    lists = struct.unpack_from("<Q2q2i", products, backward._LISTS_AT)
     assert lists == (blocks.data_ptr(), 0, 4 * blocks.shape[2], 1, 3)
 
 
 def sink_gradient(sinks, lse, delta):
     plan = SimpleNamespace(row_sums=lambda workspace: delta)
-    return dense_backward.sink_gradient(sinks, lse, plan, None)
+    return backward.sink_gradient(sinks, lse, plan, None)
 
 
 def test_a_sink_without_weight_has_no_gradient():
@@ -272,7 +273,7 @@ def test_parts_are_of_equal_size():
 @pytest.mark.parametrize("Hkv", [6, 2])
 def test_wide_heads_have_a_cluster_of_two_ctas_for_each_block(driver, Hkv):
     g, q, k, v, out, lse = tensors(1, 6, Hkv, 200, 300, 512)
-    dense_backward.backward(g, None, q, k, v, out, lse, Spec(is_causal=True))
+    backward.backward(g, None, q, k, v, out, lse, Spec(is_causal=True))
     grid, products = driver.last("wide_keys")
     found, parts = of_params(products), {6: 1, 2: 3}[Hkv]
     assert grid == (2 * 5 * Hkv * parts, 1)

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from fa_ops.backends.hopper import configs, dense_backward
+from fa_ops.backends.hopper import backward, configs
 from tests.backends.cuda_as_cpp import needs_compiler
 from tests.backends.cuda_cluster import PTX, compiled
 from tests.backends.cuda_forward import FORWARD_PTX
@@ -65,7 +65,7 @@ def kernels(tmp_path_factory):
         if key not in made:
             config = configs.backward_config(D, D, whole_heads=whole, sums_rows=sums_rows)
             config = dataclasses.replace(config, key_slots=slots)
-            defines = dense_backward.kernel_defines(config, torch.bfloat16, **features)
+            defines = backward.kernel_defines(config, torch.bfloat16, **features)
             machine = PTX.replace("CTAS = 2, THREADS = 512", "CTAS = 1, THREADS = 384")
             folder = tmp_path_factory.mktemp("whole")
             library = compiled(folder, "backward.cu", CALL, defines, machine + FORWARD_PTX + L2)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from fa_ops.backends import reference
-from fa_ops.backends.hopper import dense_backward, dense_forward, kernel_params
-from fa_ops.backends.hopper import mask_gradient as gradients
-from fa_ops.backends.hopper.bias import ROWS, Bias, bits_of
+from fa_ops.backends.hopper import backward, forward
+from fa_ops.backends.hopper import backward as gradients
 from fa_ops.backends.hopper.configs import MaskGradientConfig, backward_config
-from fa_ops.types import Spec
+from fa_ops.backends.hopper.masks import ROWS, Bias, bits_of
+from fa_ops.backends.hopper.runtime import structs
+from fa_ops.call.options import Spec
 
 FULL = (2, 3, 70, 144)
 MASKS = {
@@ -144,16 +145,16 @@ def test_gradients_are_summed(shape, layout, processors, monkeypatch):
 )
 def test_kernels_find_the_mask_in_their_parameters(driver, kernel, source):
     name = f"{kernel.title()}Params"
-    layout = kernel_params.struct_layout(source, name)
+    layout = structs.struct_layout(source, name)
     driver.struct_bytes = layout.size
     q, mask = torch.randn(1, 2, 40, 64).half(), torch.randn(40, 40).half()
     blocks = reference.mask_blocks(mask[None, None])
     spec = Spec(attn_mask=mask[None, None], mask_blocks=blocks)
-    out, lse = dense_forward.forward(q, q, q, spec)
+    out, lse = forward.forward(q, q, q, spec)
     if kernel == "backward":
-        dense_backward.backward(out, None, q, q, q, out, lse, spec, False)
+        backward.backward(out, None, q, q, q, out, lse, spec, False)
     data = driver.last(kernel)[1][layout.fields["bias"].offset :]
     address, steps = struct.unpack_from("<Q", data), struct.unpack_from("<Q3q", data, 128)
     assert address == (mask.data_ptr(),) and steps == (mask.data_ptr(), 0, 0, 80)
-    lists = kernel_params.struct_layout("masks.cuh", "Bias").fields["blocks"].offset
+    lists = structs.struct_layout("masks.cuh", "Bias").fields["blocks"].offset
     assert struct.unpack_from("<Q2q2i", data, lists) == (blocks.data_ptr(), 0, 0, 1, 1)

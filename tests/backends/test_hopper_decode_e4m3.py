@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fa_ops.backends.hopper import decode
-from fa_ops.backends.hopper.decode_configs import DecodeConfig
+from fa_ops.backends.hopper.configs import DecodeConfig
 from tests.backends.cuda_as_cpp import built, needs_compiler
 from tests.backends.cuda_decode import NO_TMA, PTX, place
 

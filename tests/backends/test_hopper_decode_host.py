@@ -8,9 +8,10 @@ import threading
 import pytest
 import torch
 
-from fa_ops.backends.hopper import compiler, decode, launch, mla, split_kv, warm
-from fa_ops.call import CACHED, CacheTensors, Call
-from fa_ops.types import Cache, Spec
+from fa_ops.backends.hopper import decode, mla
+from fa_ops.backends.hopper.runtime import launch, nvrtc, warm
+from fa_ops.call.call import CACHED, CacheTensors, Call
+from fa_ops.call.options import Cache, Spec
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_both_kernels_find_the_addresses_of_the_call(driver):
 def test_e4m3_caches_are_copied_by_bytes(driver, monkeypatch, D, row_bytes, of_pages):
     defines = []
     note = lambda source, entry, macros: defines.append(macros) or entry  # noqa: E731
-    monkeypatch.setattr(compiler, "program", note)
+    monkeypatch.setattr(nvrtc, "program", note)
     q = torch.randn(2, 4, 1, D, dtype=torch.bfloat16)
     shape = (80, 16, 2, D) if of_pages else (2, 2, 640, D)
     k, v = (torch.zeros(shape, dtype=torch.float8_e4m3fn) for _ in range(2))
@@ -153,7 +154,7 @@ def test_another_current_device_gives_way_to_the_calls(driver, monkeypatch):
             current[0] = 1
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(split_kv, "current_device", lambda: current[0])
+    monkeypatch.setattr(decode, "current_device", lambda: current[0])
     plan.run(q, k, v, PLAIN, False)
     assert entered == [None] and len(driver.launched) == 1
 

@@ -5,10 +5,10 @@ import struct
 import pytest
 import torch
 
-from fa_ops.backends.hopper import dequantize, prefill
-from fa_ops.call import CACHED, CacheTensors, Call
+from fa_ops.backends.hopper import eight_bit_inputs, forward
+from fa_ops.call.call import CACHED, CacheTensors, Call
+from fa_ops.call.options import Cache, Spec
 from fa_ops.testing.caches import CacheCase
-from fa_ops.types import Cache, Spec
 from tests.backends.cuda_as_cpp import WARP, built, needs_compiler
 
 GRID = """
@@ -52,13 +52,13 @@ def kernel(tmp_path_factory):
 )
 @pytest.mark.parametrize("bshd", [False, True])
 def test_a_converted_cache(kernel, driver, page_size, scales, bshd):
-    driver.struct_bytes = dequantize._LAYOUT.size
+    driver.struct_bytes = eight_bit_inputs._DEQUANTIZE_LAYOUT.size
     case = CacheCase(B=3, Hkv=2, S=150, D=24, Dv=16, dtype=torch.bfloat16, fp8=True, bshd=bshd,
                      lens=(150, 0, 70), page_size=page_size, page_scales=scales == "page",
                      token_scales=scales == "token")  # fmt: skip
     q, k, v, cache, spec = case.fresh()
     tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
-    k_out, v_out, table = dequantize.converter(q, k, v, cache).run(k, v, tensors)
+    k_out, v_out, table = eight_bit_inputs.converter(q, k, v, cache).run(k, v, tensors)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
     assert grid[1] == 3 and grid[0] == -(
@@ -101,13 +101,13 @@ def _factors(scale, table, b, length, page_size):
 
 @needs_compiler
 def test_pages_that_do_not_exist_stay_missing(kernel, driver):
-    driver.struct_bytes = dequantize._LAYOUT.size
+    driver.struct_bytes = eight_bit_inputs._DEQUANTIZE_LAYOUT.size
     case = CacheCase(B=2, S=64, dtype=torch.bfloat16, fp8=True, lens=(64, 40), page_size=16)
     q, k, v, cache, spec = case.fresh()
     pages = torch.tensor([[1, -1, 2**31 - 1, 2], [0, len(k), 3, 1]], dtype=torch.int32)
     cache = cache._replace(page_table=pages)
     tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
-    *_, table = dequantize.converter(q, k, v, cache).run(k, v, tensors)
+    *_, table = eight_bit_inputs.converter(q, k, v, cache).run(k, v, tensors)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
     assert table.tolist() == [[0, -1, -1, 3], [4, -1, 6, -1]]
@@ -116,7 +116,7 @@ def test_pages_that_do_not_exist_stay_missing(kernel, driver):
 def prompt(D=64, S=640, B=2, dtype=torch.bfloat16, page=0):
     q = torch.randn(B, 64, 64, D, dtype=dtype)
     shape = (80, page, 4, D) if page else (B, 4, S, D)
-    k, v = (torch.zeros(shape, dtype=dequantize.E4M3) for _ in range(2))
+    k, v = (torch.zeros(shape, dtype=eight_bit_inputs.E4M3) for _ in range(2))
     table = torch.arange(80, dtype=torch.int32).view(2, 40) if page else None
     return q, k, v, Cache(table), Spec(is_causal=True, kv_lens=torch.full((B,), 600))
 
@@ -125,7 +125,7 @@ def prompt(D=64, S=640, B=2, dtype=torch.bfloat16, page=0):
 def test_a_prompt_attends_the_converted_cache(driver, page):
     q, k, v, cache, spec = prompt(page=page)
     driver.struct_bytes = 704
-    run = prefill.prepare(Call(CACHED, q, k, v, spec, cache=cache))
+    run = forward.prepare_cached(Call(CACHED, q, k, v, spec, cache=cache))
     out, _ = run(q, k, v, CacheTensors(spec.kv_lens, cache.page_table))
     names = [one.name for one in driver.launched]
     assert names == ["dequantize", "forward"]
@@ -141,7 +141,7 @@ def test_a_prompt_attends_the_converted_cache(driver, page):
 
 def test_what_is_not_converted(monkeypatch):
     def error(q, k, v, cache, spec):
-        return prefill.cache_error(q, k, v, cache, spec)
+        return forward.cache_error(q, k, v, cache, spec)
 
     assert error(*prompt()) is None
     q, k, v, cache, spec = prompt(dtype=torch.float16)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fa_ops.backends import dropout
-from fa_ops.backends.hopper import dropout as rows
-from fa_ops.types import Packing, Spec
+from fa_ops.backends.hopper import masks as rows
+from fa_ops.call.options import Packing, Spec
 from tests.backends.cuda_as_cpp import built, needs_compiler
 
 pytestmark = needs_compiler

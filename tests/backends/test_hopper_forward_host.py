@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fa_ops.backends import mask_blocks
-from fa_ops.backends.hopper import compiler, dense_forward, kernel_params
+from fa_ops.backends.hopper import forward
 from fa_ops.backends.hopper.problem import UNBOUNDED, window_sides
-from fa_ops.types import Spec
+from fa_ops.backends.hopper.runtime import nvrtc, structs
+from fa_ops.call.options import Spec
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def compiled(driver, monkeypatch):
             rows.append(defines["BLOCK_M"])
         return entry
 
-    monkeypatch.setattr(compiler, "program", program)
+    monkeypatch.setattr(nvrtc, "program", program)
     return rows
 
 
@@ -46,28 +47,26 @@ def test_window_sides(is_causal, left, right, sides, is_bounded):
 def test_nothing_compiles_when_only_lengths_change(compiled, D, rows, options):
     for S in (100, 3000):
         q = torch.empty(1, 2, S, D, dtype=torch.bfloat16)
-        dense_forward.forward(q, q, q, Spec(**options))
+        forward.forward(q, q, q, Spec(**options))
         assert compiled == [rows]
 
 
 def test_wide_heads_have_a_cluster_of_two_ctas_for_each_tile(driver):
     q, k = (torch.empty(2, H, 300, 512, dtype=torch.bfloat16) for H in (6, 2))
-    dense_forward.forward(q, k, k, Spec(is_causal=True))
+    forward.forward(q, k, k, Spec(is_causal=True))
     grid, _ = driver.last("forward_wide")
     assert grid[0] == 2 * 2 * 6 * 3
 
 
 def test_masks_and_dropout_have_a_tile_of_their_own(compiled):
     q = torch.empty(1, 2, 100, 64, dtype=torch.bfloat16)
-    dense_forward.forward(
-        q, q, q, Spec(attn_mask=torch.ones(100, 100, dtype=torch.bfloat16)[None, None])
-    )
+    forward.forward(q, q, q, Spec(attn_mask=torch.ones(100, 100, dtype=torch.bfloat16)[None, None]))
     assert compiled == [192]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
 def test_tiles_are_skipped_by_the_lists_of_a_mask(dtype, driver, compiled, monkeypatch):
-    layout = kernel_params.struct_layout("forward_rows.cuh", "ForwardParams")
+    layout = structs.struct_layout("forward_rows.cuh", "ForwardParams")
     read = driver.read
     monkeypatch.setattr(driver, "read", lambda name, at: read(name, at) if name == "forward" else 0)
     driver.struct_bytes = layout.size
@@ -76,13 +75,13 @@ def test_tiles_are_skipped_by_the_lists_of_a_mask(dtype, driver, compiled, monke
     spec = Spec(attn_mask=mask, mask_blocks=blocks)
     at = layout.fields["blocks"].offset
     if dtype != torch.bool:
-        bias = kernel_params.struct_layout("masks.cuh", "Bias")
+        bias = structs.struct_layout("masks.cuh", "Bias")
         at = layout.fields["bias"].offset + bias.fields["blocks"].offset
     for lists, expected in (
         (None, (0, 0, 0, 0, 0)),
         (blocks, (blocks.data_ptr(), 4 * blocks.shape[2], 0, 2, 2)),
     ):
-        dense_forward.forward(q, q, q, spec._replace(mask_blocks=lists))
+        forward.forward(q, q, q, spec._replace(mask_blocks=lists))
         _, data = driver.last("forward")
         assert struct.unpack_from("<Q2q2i", data, at) == expected
     assert compiled[-2:] == [192, 128]

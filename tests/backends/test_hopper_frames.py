@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import decode, launch
+from fa_ops.backends.hopper import decode
+from fa_ops.backends.hopper.runtime import launch
+from fa_ops.plans import dispatch, planning
 
 PACKAGE = Path(fa_ops.__file__).parent
 OTHERS = str(Path(__file__).parents[1]), str(PACKAGE / "testing")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fa_ops.backends.hopper import decode, mla
-from fa_ops.backends.hopper.decode_configs import decode_config, mla_config
+from fa_ops.backends.hopper.configs import decode_config, mla_config
 from tests.backends.cuda_as_cpp import built, needs_compiler
 from tests.backends.cuda_decode import NO_TMA, PTX
 

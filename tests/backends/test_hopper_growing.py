@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import cache_checks, checks, dispatch, planning
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import decode, dense_forward, mla
-from fa_ops.backends.hopper.decode_configs import has_latent_dims
+from fa_ops.backends.hopper import decode, forward, mla
+from fa_ops.backends.hopper.configs import has_latent_dims
+from fa_ops.call import cache_checks, checks
+from fa_ops.plans import dispatch, planning
 from tests.backends.conftest import Driver
 
 BF16 = torch.bfloat16
@@ -289,7 +290,7 @@ def test_more_keys_than_can_be_counted_are_refused_whatever_came_before(module, 
 
 def test_a_cache_is_of_another_family_once_it_is_long_enough_to_cut(monkeypatch):
     monkeypatch.setattr(hopper, "support_error", lambda *call: None)
-    monkeypatch.setattr(dense_forward, "prepare", lambda call: lambda *args: ("whole", None))
+    monkeypatch.setattr(forward, "prepare", lambda call: lambda *args: ("whole", None))
     q = contiguous(1, 4, 1, 64)
     for S in (510, 511, 512, 513, 511):
         out = plain(q, contiguous(1, 2, S, 64), contiguous(1, 2, S, 64))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import compiler, launch
-from fa_ops.call import PACKED, Call
-from fa_ops.types import Packing, Spec
+from fa_ops.backends.hopper.runtime import launch, nvrtc
+from fa_ops.call.call import PACKED, Call
+from fa_ops.call.options import Packing, Spec
 
 load = launch._load  # the `driver` fixture replaces it
 
@@ -61,10 +61,10 @@ def recompiled(driver, monkeypatch):
         yield b"new"
 
     monkeypatch.setattr(launch, "_load", load)
-    monkeypatch.setattr(compiler, "begin", lambda sources: [lambda: b"stored"] * len(sources))
-    monkeypatch.setattr(compiler, "replacements", replacements)
-    monkeypatch.setattr(compiler, "nvrtc", lambda: None)
-    monkeypatch.setattr(compiler, "version", lambda lib: (13, 0))
+    monkeypatch.setattr(nvrtc, "begin", lambda sources: [lambda: b"stored"] * len(sources))
+    monkeypatch.setattr(nvrtc, "replacements", replacements)
+    monkeypatch.setattr(nvrtc, "nvrtc", lambda: None)
+    monkeypatch.setattr(nvrtc, "version", lambda lib: (13, 0))
     return sources
 
 
@@ -115,7 +115,7 @@ def events(driver, monkeypatch):
         noted.append(f"load {name}")
         return launch.Kernel(name, 128, 0)
 
-    monkeypatch.setattr(compiler, "begin", begin)
+    monkeypatch.setattr(nvrtc, "begin", begin)
     monkeypatch.setattr(launch, "_load", loaded)
     return noted
 
@@ -163,14 +163,14 @@ def test_a_kernel_that_another_thread_compiles_is_loaded_by_the_first_launch(eve
 
 def test_after_an_error_kernels_are_compiled_again(events, monkeypatch):
     def fails():
-        raise compiler.CompileError("no memory")
+        raise nvrtc.CompileError("no memory")
 
-    begin = compiler.begin
-    monkeypatch.setattr(compiler, "begin", lambda names: [fails for _ in names])
+    begin = nvrtc.begin
+    monkeypatch.setattr(nvrtc, "begin", lambda names: [fails for _ in names])
     prepare = launch.together(lambda call: launch.kernels("a", None, entries("one")))
-    with pytest.raises(compiler.CompileError, match="no memory"):
+    with pytest.raises(nvrtc.CompileError, match="no memory"):
         prepare(None)
-    monkeypatch.setattr(compiler, "begin", begin)
+    monkeypatch.setattr(nvrtc, "begin", begin)
     (one,) = prepare(None)
     assert type(one) is launch.Kernel and events == ["begin one", "wait one", "load one"]
 
@@ -190,11 +190,11 @@ def test_programs_are_compiled_at_the_same_time(monkeypatch):
         both.wait(10)
         return program.source.encode()
 
-    monkeypatch.setattr(compiler, "_found", lambda program: b"" if not program.source else None)
-    monkeypatch.setattr(compiler, "_compiled", compiled)
-    programs = [compiler.Program(source) for source in ("a", "b", "", "a")]
-    assert compiler.compiled(programs) == [b"a", b"b", b"", b"a"]
-    assert [code() for code in compiler.begin(programs)] == [b"a", b"b", b"", b"a"]
+    monkeypatch.setattr(nvrtc, "_found", lambda program: b"" if not program.source else None)
+    monkeypatch.setattr(nvrtc, "_compiled", compiled)
+    programs = [nvrtc.Program(source) for source in ("a", "b", "", "a")]
+    assert nvrtc.compiled(programs) == [b"a", b"b", b"", b"a"]
+    assert [code() for code in nvrtc.begin(programs)] == [b"a", b"b", b"", b"a"]
 
 
 def test_configurations_of_launches_are_kept(driver):

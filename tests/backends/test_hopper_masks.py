@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa_ops.backends.hopper import launch
-from fa_ops.backends.hopper import mask as masks
-from fa_ops.backends.hopper.mask import MaskLayout, MaskPacker
+from fa_ops.backends.hopper import masks
+from fa_ops.backends.hopper.masks import MaskLayout, MaskPacker
+from fa_ops.backends.hopper.runtime import launch
 from tests.backends.cuda_as_cpp import built, needs_compiler
 
 pytestmark = needs_compiler

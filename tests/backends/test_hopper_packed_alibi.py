@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from fa_ops.backends.hopper import dense_backward, dense_forward
+from fa_ops.backends.hopper import backward as dense_backward
+from fa_ops.backends.hopper import forward as dense_forward
 from fa_ops.backends.hopper.configs import BackwardConfig, forward_config
 from tests.backends.cuda_as_cpp import needs_compiler
 from tests.backends.cuda_cluster import PTX, compiled

@@ -7,21 +7,17 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import (
-    compiler,
-    dense_backward,
-    dense_forward,
-    dropout,
-    packed,
-    packed_backward,
-)
-from fa_ops.call import general
-from fa_ops.types import Spec
+from fa_ops.backends.hopper import backward as dense_backward
+from fa_ops.backends.hopper import forward as dense_forward
+from fa_ops.backends.hopper import masks, packed
+from fa_ops.backends.hopper.runtime import nvrtc
+from fa_ops.call.call import general
+from fa_ops.call.options import Spec
+from fa_ops.plans import dispatch, planning
 from tests.backends import test_hopper_backward_host as host
 
-RANGES, SEEDS = packed._PARAMS, dropout._ROW_SEEDS
+RANGES, SEEDS = packed._PARAMS, masks._ROW_SEEDS
 LENGTHS = (5, 0, 40, 51)
 TOKENS, BOUNDED = sum(LENGTHS), {"is_causal": True, "window": (7, None)}
 
@@ -99,7 +95,7 @@ def test_each_call_has_its_own_tensors(noted):
         of_products = host.of_params(products)["tensors"]
         assert of_products[:3] + of_products[4:] == tuple(t.data_ptr() for t in (q, k, v, *grads))
         assert [g.stride() for g in grads] == [t.stride() for t in (q, k, v)]
-    assert modules() == [packed.__name__, packed_backward.__name__]
+    assert modules() == [packed.__name__, packed.__name__]
 
 
 def test_the_dense_kernels_find_one_long_sequence(noted):
@@ -140,7 +136,7 @@ def test_slopes_and_positions(noted, shape):
         assert found["positions"] == (ranges["ranges"] + 8 * TOKENS,)
         assert found["alibi"] == (slopes.data_ptr(),)
         assert found["alibi_b"] == (0 if len(shape) == 1 else 4,)
-    assert modules() == [packed.__name__, packed_backward.__name__]
+    assert modules() == [packed.__name__, packed.__name__]
 
 
 @pytest.mark.parametrize("ends, kind", [(ends(), 2), (torch.zeros(1).int(), 0)], ids=["4", "none"])
@@ -151,7 +147,7 @@ def test_slopes_of_no_sequence_are_not_read(noted, monkeypatch, ends, kind):
         made[entry] = dict(defines)
         return entry
 
-    monkeypatch.setattr(compiler, "program", program)
+    monkeypatch.setattr(nvrtc, "program", program)
     (q, k, v), slopes = inputs(), torch.ones(len(ends) - 1, 4)
     out = fa_ops.attention_varlen(q, k, v, ends, ends, alibi_slopes=slopes)
     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
@@ -186,7 +182,7 @@ def test_dropout_and_sinks(noted):
         assert noted.last("row_seeds")[1]["seed"] == seed
         rows = host.of_params(noted.last("preprocess")[1])
         assert rows["saved_lse"] == (lse.data_ptr(),) and dsinks.shape == (4,)
-    assert modules() == [packed.__name__, packed_backward.__name__]
+    assert modules() == [packed.__name__, packed.__name__]
 
 
 def test_tensors_that_tma_cannot_read_are_copied_in_each_call(noted):
@@ -212,4 +208,4 @@ def test_layouts_of_projections(noted, D):
     grads = torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
     assert [g.stride() for g in grads] == [torch.empty_like(t).stride() for t in (q, k, v)]
     assert [g.shape for g in grads] == [t.shape for t in (q, k, v)]
-    assert {*modules()} <= {packed.__name__, packed_backward.__name__, general.__module__}
+    assert {*modules()} <= {packed.__name__, packed.__name__, general.__module__}

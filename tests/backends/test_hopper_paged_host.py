@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import compiler, paged
-from fa_ops.call import PAGED, Call, PagedTensors
-from fa_ops.types import Cache, Packing, Spec
-from fa_ops.varlen import paged_kernel
+from fa_ops.backends.hopper import forward
+from fa_ops.backends.hopper.runtime import nvrtc
+from fa_ops.call.call import PAGED, Call, PagedTensors
+from fa_ops.call.options import Cache, Packing, Spec
+from fa_ops.functions import varlen
+from fa_ops.plans import dispatch, planning
 
 
 def described(tokens=90, page=16, Hq=8, Hkv=2, D=64, **options):
@@ -28,13 +29,13 @@ def described(tokens=90, page=16, Hq=8, Hkv=2, D=64, **options):
 def test_the_kernel_finds_borders_and_tables(driver, monkeypatch):
     compiled = []
     monkeypatch.setattr(
-        compiler, "program", lambda source, entry, defines: compiled.append(defines) or entry
+        nvrtc, "program", lambda source, entry, defines: compiled.append(defines) or entry
     )
     driver.struct_bytes = 720
     call = described()
     t = call.tensors
     assert type(t) is PagedTensors and t.page_table is call.cache.page_table
-    out, lse = paged.prepare(call)(call.query, call.key, call.value, t)
+    out, lse = forward.prepare_paged(call)(call.query, call.key, call.value, t)
     assert out.shape == call.query.shape and lse.shape == (8, 90) and out.is_contiguous()
     assert [compiled[0][n] for n in ("PACKED_QUERIES", "PACKED_HEADS", "IS_PAGED")] == [1, 4, 1]
     (grid, _), params = driver.last("forward")
@@ -55,10 +56,10 @@ def test_the_kernel_finds_borders_and_tables(driver, monkeypatch):
 def test_heads_share_tiles_where_the_kernel_allows_it(driver, monkeypatch, change, packed_heads):
     compiled = []
     monkeypatch.setattr(
-        compiler, "program", lambda source, entry, defines: compiled.append(defines) or entry
+        nvrtc, "program", lambda source, entry, defines: compiled.append(defines) or entry
     )
     call = described(**change)
-    paged.prepare(call)(call.query, call.key, call.value, call.tensors)
+    forward.prepare_paged(call)(call.query, call.key, call.value, call.tensors)
     assert [defines["PACKED_HEADS"] for defines in compiled] == [packed_heads]
 
 
@@ -72,7 +73,7 @@ def test_heads_share_tiles_where_the_kernel_allows_it(driver, monkeypatch, chang
     ],
 )
 def test_what_it_does_not_take(change, message):
-    found = paged.support_error(described(**change))
+    found = forward.paged_error(described(**change))
     assert found is None if message is None else message in found
 
 
@@ -80,7 +81,7 @@ def test_pages_of_another_dtype_are_refused_however_many_queries_there_are():
     for tokens in (90, 600):
         call = described(tokens=tokens)
         key, value = (x.to(torch.float8_e4m3fn) for x in (call.key, call.value))
-        assert "own dtype" in paged.support_error(call._replace(key=key, value=value))
+        assert "own dtype" in forward.paged_error(call._replace(key=key, value=value))
 
 
 @pytest.fixture
@@ -88,20 +89,20 @@ def as_on_cuda(monkeypatch):
     """The choice for CUDA tensors, of CPU tensors; the kernel's calls are noted."""
     ran = []
     monkeypatch.setattr(dispatch, "available_error", lambda name: None)
-    monkeypatch.setattr(hopper, "_paged_error", paged.support_error)
+    monkeypatch.setattr(hopper, "_paged_error", forward.paged_error)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(
-        paged, "prepare", lambda call: lambda *args: ran.append(args) or ("out", "lse")
+        forward, "prepare_paged", lambda call: lambda *args: ran.append(args) or ("out", "lse")
     )
     planning.forget()
     yield ran
     planning.forget()
-    paged_kernel._refused.clear()
+    varlen._refused.clear()
 
 
 def attend(call, **options):
     t = call.tensors
-    return paged_kernel.attention(
+    return varlen.attend_by_kernel(
         call.query, call.key, call.value, t.cu_seqlens_q, t.kv_lens, t.page_table,
         {"is_causal": True} | options,
     )  # fmt: skip
@@ -142,7 +143,7 @@ def test_other_calls_are_left_to_attention_over_a_cache(as_on_cuda, options):
 def test_a_refusal_is_remembered(as_on_cuda, monkeypatch):
     call = described(page=4)
     assert attend(call) is None
-    monkeypatch.setattr(paged_kernel, "_described", lambda *args: pytest.fail("asked again"))
+    monkeypatch.setattr(varlen, "_described", lambda *args: pytest.fail("asked again"))
     assert attend(call) is None
     assert attend(described()._replace(key=call.key[:0], value=call.value[:0])) is None
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fa_ops.backends.hopper.pairs import attended_keys, prefers_pairs
+from fa_ops.backends.hopper.backward import attended_keys, prefers_pairs
 from fa_ops.backends.hopper.problem import UNBOUNDED
 
 FULL, CAUSAL = (UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0)

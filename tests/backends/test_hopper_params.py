@@ -4,7 +4,8 @@ import struct
 
 import pytest
 
-from fa_ops.backends.hopper import compiler, kernel_params, problem
+from fa_ops.backends.hopper import problem
+from fa_ops.backends.hopper.runtime import nvrtc, structs
 
 TEXT = """
   TensorMap q;       // a comment; with a semicolon
@@ -18,7 +19,7 @@ TEXT = """
 
 
 def test_fields_are_laid_out_as_c_does():
-    layout = kernel_params.ParamsLayout(TEXT)
+    layout = structs.ParamsLayout(TEXT)
     offsets = {"q": 0, "lens": 128, "ends": 136, "B": 144, "H": 148, "wide": 152, "last": 160}
     assert {name: field.offset for name, field in layout.fields.items()} == offsets
     assert (layout.size, layout.alignment) == (192, 64)
@@ -29,7 +30,7 @@ def test_fields_are_laid_out_as_c_does():
 
 
 def test_packed_fields_are_unpacked_by_name():
-    layout = kernel_params.ParamsLayout("int a; float b; long long c;")
+    layout = structs.ParamsLayout("int a; float b; long long c;")
     assert layout.unpack(struct.pack("<ifq", 1, 2.0, 3)) == {"a": (1,), "b": (2.0,), "c": (3,)}
 
 
@@ -43,13 +44,13 @@ def test_packed_fields_are_unpacked_by_name():
     ],
 )
 def test_a_packer_of_all_fields_has_the_size_of_the_struct(source, name):
-    layout = kernel_params.struct_layout(source, name)
+    layout = structs.struct_layout(source, name)
     assert layout.packer().size == layout.size
 
 
 def test_a_program_holds_all_that_it_includes_and_asserts_its_layouts():
     defines = {"HEAD_DIM": 64, "VALUE_DIM": 64, "BLOCK_N": 64}
-    program = compiler.program("forward", "forward", defines)
+    program = nvrtc.program("forward", "forward", defines)
     names = dict(program.headers)
     assert {"forward.cu", "forward_rows.cuh", "ptx.cuh", "wgmma.cuh"} <= names.keys()
     assert "wgmma_scores_start" in names["wgmma.cuh"]
@@ -58,13 +59,13 @@ def test_a_program_holds_all_that_it_includes_and_asserts_its_layouts():
 
 
 def test_a_cubins_name_depends_on_headers(monkeypatch):
-    monkeypatch.setattr(compiler, "nvrtc", lambda: None)
-    monkeypatch.setattr(compiler, "version", lambda lib: (13, 0))
-    programs = [compiler.Program("source", (("a.cuh", text),)) for text in ("one", "two", "one")]
-    first, second, third = map(compiler._path, programs)
+    monkeypatch.setattr(nvrtc, "nvrtc", lambda: None)
+    monkeypatch.setattr(nvrtc, "version", lambda lib: (13, 0))
+    programs = [nvrtc.Program("source", (("a.cuh", text),)) for text in ("one", "two", "one")]
+    first, second, third = map(nvrtc._path, programs)
     assert first == third != second
 
 
 def test_an_unbounded_window_is_that_of_the_kernels():
-    text = (kernel_params.SOURCES / "ptx.cuh").read_text()
+    text = (structs.SOURCES / "ptx.cuh").read_text()
     assert f"UNBOUNDED = 1 << {problem.UNBOUNDED.bit_length() - 1};" in text

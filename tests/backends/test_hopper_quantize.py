@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fa_ops.backends import quantization
-from fa_ops.backends.hopper import quantize
-from fa_ops.call import QuantizedTensors
-from fa_ops.types import Quantization, Spec
+from fa_ops.backends.hopper import eight_bit_inputs
+from fa_ops.call.call import QuantizedTensors
+from fa_ops.call.options import Quantization, Spec
 from tests.backends import cuda_quantized
 from tests.backends.cuda_as_cpp import needs_compiler
 
-BLOCK = quantize.VALUE_BLOCK
+BLOCK = eight_bit_inputs.VALUE_BLOCK
 
 
 def read(address, shape, dtype):
@@ -40,7 +40,7 @@ def in_order_of_weights(v, blocks):
     ],
 )
 def test_numbers_are_those_of_the_definition(D, Dv, Sq, Sk, rotate, lens, driver, tmp_path):
-    driver.struct_bytes = quantize._PARAMS.size
+    driver.struct_bytes = eight_bit_inputs._QUANTIZE_PARAMS.size
     g = torch.Generator().manual_seed(0)
     B, Hq, Hkv = 2, 2, 1
     q, k, v = (
@@ -51,14 +51,14 @@ def test_numbers_are_those_of_the_definition(D, Dv, Sq, Sk, rotate, lens, driver
     kv_lens = torch.tensor([Sk, Sk // 2 + 1], dtype=torch.int32) if lens else None
     how = Quantization(None, None, None, torch.float8_e4m3fn, True, rotate)
     tensors = QuantizedTensors(None, kv_lens, None, None, None, None)
-    plan = quantize.Quantizer(
+    plan = eight_bit_inputs.Quantizer(
         q.dtype, None, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()),
         D**-0.5, False, True, rotate,
     )  # fmt: skip
     found, memory = plan.run(q, k, v, tensors, 0, True)
     memory[: plan._zeroed] = 0  # which the driver would set
     grid, params = driver.last("quantize")
-    defines = quantize.kernel_defines(q.dtype, D, Dv, False, rotate)
+    defines = eight_bit_inputs.quantize_defines(q.dtype, D, Dv, False, rotate)
     wrong = cuda_quantized.quantisation(tmp_path, "quantise", defines).run(params, grid[0], 0)
     assert wrong is None, wrong
     wanted = quantization.quantised(q, k, v, how, Spec(kv_lens=kv_lens), torch.float64)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends.hopper import quantize, quantized
-from fa_ops.call import QuantizedTensors
-from fa_ops.types import Quantization, Spec
+from fa_ops.backends.hopper import eight_bit, eight_bit_inputs
+from fa_ops.call.call import QuantizedTensors
+from fa_ops.call.options import Quantization, Spec
 from tests.backends import cuda_quantized
 from tests.backends.cuda_as_cpp import needs_compiler
 
@@ -31,7 +31,7 @@ def test_queries_are_quantised_in_the_kernel(
     k = k + 3 * torch.randn(1, 1, 1, D, generator=g).bfloat16()
     how, spec = Quantization(None, None, None, E4M3, True, rotate), Spec(is_causal=causal)
     compiled = {}
-    for module in (quantize, quantized):
+    for module in (eight_bit_inputs, eight_bit):
         kernel = module.kernel
 
         def noted(name, *args, kernel=kernel):
@@ -40,9 +40,9 @@ def test_queries_are_quantised_in_the_kernel(
 
         monkeypatch.setattr(module, "kernel", noted)
     tensors = QuantizedTensors(None, None, None, None, None, None)
-    quantized._plan.cache_clear()
-    plan = quantized.plan_of(q, k, v, how, spec, tensors)
-    driver.struct_bytes = quantize._PARAMS.size
+    eight_bit._plan.cache_clear()
+    plan = eight_bit.plan_of(q, k, v, how, spec, tensors)
+    driver.struct_bytes = eight_bit_inputs._QUANTIZE_PARAMS.size
     found, memory = plan.source.run(q, k, v, tensors, 0, True)
     memory[: plan.source._zeroed] = 0  # which the driver would set
     assert found.query == q.data_ptr()
@@ -51,7 +51,7 @@ def test_queries_are_quantised_in_the_kernel(
     wrong = before.run(params, grid[0], 0)
     assert wrong is None, wrong
     monkeypatch.setattr(plan.source, "run", lambda *_: (found, memory))
-    driver.struct_bytes = quantized._PARAMS.size
+    driver.struct_bytes = eight_bit._PARAMS.size
     out, lse = plan.run(q, k, v, tensors)
     grid, params = driver.last("quantized")
     threads, defines = compiled["quantized"][2], dict(compiled["quantized"][-1])

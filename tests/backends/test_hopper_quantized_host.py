@@ -7,9 +7,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import compiler, quantize, quantized, warm
-from fa_ops.call import QUANTIZED, Call, QuantizedTensors
-from fa_ops.types import Quantization, Spec
+from fa_ops.backends.hopper import eight_bit, eight_bit_inputs
+from fa_ops.backends.hopper.runtime import nvrtc, warm
+from fa_ops.call.call import QUANTIZED, Call, QuantizedTensors
+from fa_ops.call.options import Quantization, Spec
 
 E4M3 = torch.float8_e4m3fn
 
@@ -26,7 +27,7 @@ def test_a_16_bit_call_is_quantised_first(driver):
     )
     lens = torch.tensor([200, 7], dtype=torch.int32)
     spec = Spec(is_causal=True, kv_lens=lens)
-    out, lse = quantized.quantized_forward(q, k, v, Quantization(), spec)
+    out, lse = eight_bit.quantized_forward(q, k, v, Quantization(), spec)
     assert [one.name for one in driver.launched] == ["quantize", "quantized"]
     assert driver.called.count("cuMemsetD32Async") == 1
     words = struct.unpack_from("<15Q", driver.last("quantize")[1])
@@ -51,7 +52,7 @@ def test_prepared_calls_find_their_own_tensors(driver):
     q, k, v = (torch.randn(2, 4, 100, 64, dtype=torch.half) for _ in range(3))
     lens, sinks = torch.tensor([90, 7], dtype=torch.int32), torch.randn(4, dtype=torch.half)
     spec = Spec(kv_lens=lens, sinks=sinks)
-    run = quantized.prepare(Call(QUANTIZED, q, k, v, spec, quantization=Quantization()))
+    run = eight_bit.prepare(Call(QUANTIZED, q, k, v, spec, quantization=Quantization()))
     other = q.clone(), k.clone(), v.clone()
     for tensors in ((q, k, v), other):
         out, lse = run(*tensors, QuantizedTensors(sinks, lens), False)
@@ -71,7 +72,7 @@ def test_e4m3_tensors_are_read_where_they_lie(driver, scales):
     q, k, v = (torch.randn(2, n, 100, 64).to(E4M3) for n in (4, 2, 2))
     shape = {"one": (1,), "heads": (2, 2), "blocks": (2, 2, 2)}[scales]
     how = Quantization(torch.rand(()), torch.rand(shape), torch.rand(2, 2), None, False, False)
-    out, _ = quantized.quantized_forward(q, k, v, how, Spec())
+    out, _ = eight_bit.quantized_forward(q, k, v, how, Spec())
     assert out.dtype == torch.bfloat16
     assert [one.name for one in driver.launched] == ["scaled", "quantized"]
     params = driver.last("quantized")[1]
@@ -97,15 +98,15 @@ def test_calls_find_the_kernels_that_warm_compiles(driver, monkeypatch):
         used.add((kind, entry, frozenset(defines.items())))
         return entry
 
-    monkeypatch.setattr(compiler, "program", program)
+    monkeypatch.setattr(nvrtc, "program", program)
     of_tensors = Quantization(*torch.rand(3), None, False, False)
     of_blocks = of_tensors._replace(k_scale=torch.rand(1, 2, 2))
     for causal in (False, True):
         q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.half) for _ in range(3))
-        quantized.quantized_forward(q, k, v, Quantization(), Spec(is_causal=causal))
+        eight_bit.quantized_forward(q, k, v, Quantization(), Spec(is_causal=causal))
         eight = [x.to(E4M3) for x in (q, k, v)]
         for scales in (of_tensors, of_blocks):
-            quantized.quantized_forward(*eight, scales, Spec(is_causal=causal))
+            eight_bit.quantized_forward(*eight, scales, Spec(is_causal=causal))
     assert warmed == used
 
 
@@ -115,7 +116,7 @@ def test_calls_find_the_kernels_that_warm_compiles(driver, monkeypatch):
 def test_the_mean_is_subtracted_unless_it_would_matter(driver, softcap, smooth, has_offset):
     q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(3))
     how = Quantization(smooth_key=smooth)
-    quantized.quantized_forward(q, k, v, how, Spec(softcap=softcap))
+    eight_bit.quantized_forward(q, k, v, how, Spec(softcap=softcap))
     words = struct.unpack_from("<15Q", driver.last("quantize")[1])
     found = struct.unpack_from("<7Q", driver.last("quantized")[1], 384)
     assert bool(found[5]) == bool(words[10]) == bool(has_offset)
@@ -125,7 +126,7 @@ def test_the_offset_is_computed_for_lse_and_sinks_only(driver):
     q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(3))
     for sinks, with_lse in ((None, True), (torch.zeros(2), False), (None, False)):
         call = Call(QUANTIZED, q, k, v, Spec(sinks=sinks), quantization=Quantization())
-        quantized.prepare(call)(q, k, v, QuantizedTensors(sinks), with_lse)
+        eight_bit.prepare(call)(q, k, v, QuantizedTensors(sinks), with_lse)
         words = struct.unpack_from("<15Q", driver.last("quantize")[1])
         found = struct.unpack_from("<7Q", driver.last("quantized")[1], 384)
         assert bool(found[5]) == (with_lse or sinks is not None) and found[6] == words[10] != 0
@@ -135,7 +136,9 @@ def test_results_of_a_call_do_not_overlap(driver):
     shapes = (1, 2, 33, 80), (1, 1, 65, 80), (1, 1, 65, 40)
     tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
     strides = [t.stride() for t in tensors]
-    quantizer = quantize.Quantizer(torch.bfloat16, None, shapes, strides, 1.0, True, True, False)
+    quantizer = eight_bit_inputs.Quantizer(
+        torch.bfloat16, None, shapes, strides, 1.0, True, True, False
+    )
     found, memory = quantizer.run(*tensors, QuantizedTensors(), 0, True)
     sizes = 2 * 33 * 80, 65 * 80, 40 * 128, 4 * 66, 4 * 2, 4 * 40, 4 * 66, 4 * 80, 4
     spans = sorted((at, at + size) for at, size in zip(found, sizes))

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends.hopper import quantized_packed, scaled_packed
-from fa_ops.call import QUANTIZED_PACKED, Call
-from fa_ops.types import Cache, Packing, Quantization, Spec
+from fa_ops.backends.hopper import eight_bit, eight_bit_inputs
+from fa_ops.call.call import QUANTIZED_PACKED, Call
+from fa_ops.call.options import Cache, Packing, Quantization, Spec
 from tests.backends import cuda_quantized
 from tests.backends.cuda_as_cpp import needs_compiler
 
 E4M3 = torch.float8_e4m3fn
-LAYOUT = quantized_packed._LAYOUT
+LAYOUT = eight_bit._SEQUENCES_LAYOUT
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def kernels(tmp_path_factory):
         key = frozenset(defines.items())
         if key not in made:
             paged, Dv = plan.sequences.pages is not None, plan.out[0][2]
-            before = scaled_packed.kernel_defines(Dv, paged)
+            before = eight_bit_inputs.packed_e4m3_defines(Dv, paged)
             made[key] = (
                 cuda_quantized.preparation(folder, f"prepare{len(made)}", before),
                 cuda_quantized.attention(folder, f"attend{len(made)}", defines, threads),
@@ -134,16 +134,16 @@ def check_preparation(call, plan, found):
 def run(call, driver, kernels, monkeypatch, seed=0):
     """out and lse by the host code and the emulated kernels."""
     compiled = []
-    kernel = quantized_packed.kernel
+    kernel = eight_bit.kernel
 
     def noted(*args):
         compiled.append(args)
         return kernel(*args)
 
-    monkeypatch.setattr(quantized_packed, "kernel", noted)
-    monkeypatch.setattr(quantized_packed, "processors", lambda device: 1)
-    quantized_packed._plan.cache_clear()
-    plan = quantized_packed._plan_of(call)
+    monkeypatch.setattr(eight_bit, "kernel", noted)
+    monkeypatch.setattr(eight_bit, "processors", lambda device: 1)
+    eight_bit._packed_plan.cache_clear()
+    plan = eight_bit._plan_of(call)
     _, _, _, threads, shared_bytes, defines = compiled[0]
     prepare, attend = kernels(plan, dict(defines), threads)
     found, memory = plan.source.run(call.query, call.key, call.value, call.tensors, 0, True)
@@ -211,9 +211,9 @@ def beside_a_dominant_key(D=32, Dv=16, Sq=20, Sk=385):
 @needs_compiler
 def test_weights_beside_a_dominant_key_are_kept(driver, kernels, monkeypatch):
     """Where a sum of products begins, weights are relative to the largest of its own keys."""
-    config = quantized_packed.packed_config
+    config = eight_bit.packed_config
     of_blocks = lambda *args: dataclasses.replace(config(*args), summed_keys=128)  # noqa: E731
-    monkeypatch.setattr(quantized_packed, "packed_config", of_blocks)
+    monkeypatch.setattr(eight_bit, "packed_config", of_blocks)
     call = beside_a_dominant_key()
     out, _ = run(call, driver, kernels, monkeypatch)
     q, k, v = (t.double().transpose(0, 1).unsqueeze(0) for t in (call.query, call.key, call.value))
@@ -231,11 +231,11 @@ def test_a_lane_may_come_late(driver, kernels, monkeypatch):
 
 def test_the_kernels_find_borders_and_tables(driver, monkeypatch):
     call = described(16, is_causal=True, sinks=torch.ones(2))
-    t, plan = call.tensors, quantized_packed._plan_of(call)
-    out, lse = quantized_packed.prepare(call)(call.query, call.key, call.value, t)
+    t, plan = call.tensors, eight_bit._plan_of(call)
+    out, lse = eight_bit.prepare_packed(call)(call.query, call.key, call.value, t)
     assert out.shape == (61, 2, 16) and out.dtype == torch.bfloat16 and lse.shape == (2, 61)
     assert [one.name for one in driver.launched] == ["scaled_packed", "quantized"]
-    before = scaled_packed._LAYOUT.unpack(driver.last("scaled_packed")[1])
+    before = eight_bit_inputs._SEQUENCES_LAYOUT.unpack(driver.last("scaled_packed")[1])
     pages = (t.page_table.data_ptr(), 12, 16, 40, 0, 0, t.cu_seqlens_q.data_ptr())
     assert before["pages"] == pages and before["lens_from"] == (t.kv_lens.data_ptr(),)
     assert before["v"] == (call.value.data_ptr(),) and before["cu_seqlens_k"] == (0,)
@@ -246,9 +246,9 @@ def test_the_kernels_find_borders_and_tables(driver, monkeypatch):
     assert found["kv_lens"] == before["kv_lens"] and found["k_scale"] == before["k_scale"]
     assert found["B"] == (3,) and found["Sq"] == (61,) and found["Sk"] == (6 * 128,)
     assert found["tiles"] == (2 * (0 + 3 + 2),) and grid == (4, 1)  # on four multiprocessors
-    assert quantized_packed.prepare(call)(call.query, call.key, call.value, t, False)[1] is None
+    assert eight_bit.prepare_packed(call)(call.query, call.key, call.value, t, False)[1] is None
     shifted = torch.empty(call.query.numel() + 1, dtype=E4M3)[1:].view_as(call.query)
-    quantized_packed.prepare(call)(shifted, call.key, call.value, t)
+    eight_bit.prepare_packed(call)(shifted, call.key, call.value, t)
     (read,) = struct.unpack_from("<Q", driver.last("quantized")[1])
     assert read != shifted.data_ptr() and read % 16 == 0
     assert plan.sequences.key_blocks == 6
@@ -257,7 +257,7 @@ def test_the_kernels_find_borders_and_tables(driver, monkeypatch):
 @pytest.mark.parametrize("page", [0, 16])
 def test_values_whose_rows_are_not_multiples_of_16_bytes_run(page, driver):
     call = described(page, Dv=24)
-    out, lse = quantized_packed.prepare(call)(call.query, call.key, call.value, call.tensors)
+    out, lse = eight_bit.prepare_packed(call)(call.query, call.key, call.value, call.tensors)
     assert out.shape == (61, 2, 24) and lse.shape == (2, 61)
 
 
@@ -273,12 +273,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_refused(message):
-    assert message in quantized_packed.support_error(REFUSED[message]())
-    assert quantized_packed.support_error(described()) is None
+    assert message in eight_bit.packed_error(REFUSED[message]())
+    assert eight_bit.packed_error(described()) is None
 
 
 def test_the_memory_of_values_is_limited(monkeypatch):
-    monkeypatch.setattr(quantized_packed, "MAX_VALUE_BYTES", 128 * 5 * 16)
-    assert quantized_packed.support_error(described()) is None  # 300 keys of three sequences
-    reason = quantized_packed.support_error(described(16))
+    monkeypatch.setattr(eight_bit, "MAX_VALUE_BYTES", 128 * 5 * 16)
+    assert eight_bit.packed_error(described()) is None  # 300 keys of three sequences
+    reason = eight_bit.packed_error(described(16))
     assert reason == f"transposes at most {128 * 5 * 16} bytes of values, got {128 * 6 * 16}"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fa_ops.backends.hopper.dense_backward import sink_gradient
+from fa_ops.backends.hopper.backward import sink_gradient
 
 SINKS = torch.tensor([0.5, math.inf, -math.inf])
 LSE = torch.tensor([[1.0, 0.5, -math.inf], [math.inf, math.inf, -math.inf], [2.0, -1.0, -math.inf]])

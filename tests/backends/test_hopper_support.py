@@ -5,8 +5,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fa_ops.backends import hopper
-from fa_ops.call import DENSE, Call, Saved
-from fa_ops.types import Spec
+from fa_ops.call.call import DENSE, Call, Saved
+from fa_ops.call.options import Spec
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -6,11 +6,11 @@ import struct
 import pytest
 import torch
 
-from fa_ops.backends.hopper import compiler, prefill
+from fa_ops.backends.hopper import forward as prefill
 from fa_ops.backends.hopper.configs import forward_config, short_config
-from fa_ops.backends.hopper.forward_combine import Combine
-from fa_ops.backends.hopper.tiling import MAX_SPLITS, Shape, tiling_of
-from fa_ops.types import Cache, Spec
+from fa_ops.backends.hopper.forward import MAX_SPLITS, Combine, Shape, tiling_of
+from fa_ops.backends.hopper.runtime import nvrtc
+from fa_ops.call.options import Cache, Spec
 from tests.backends.cuda_as_cpp import built, needs_compiler
 
 
@@ -170,7 +170,7 @@ def queries_and_cache(Sq=20, S=2048, D=64):
 def test_parts_are_written_by_one_kernel_and_read_by_the_next(driver, monkeypatch):
     compiled = {}
     monkeypatch.setattr(
-        compiler, "program",
+        nvrtc, "program",
         lambda source, entry, defines: compiled.update({entry: defines}) or entry,
     )  # fmt: skip
     device = type("Device", (), {"multi_processor_count": 132})
@@ -180,7 +180,7 @@ def test_parts_are_written_by_one_kernel_and_read_by_the_next(driver, monkeypatc
     parts = Combine.parts
     monkeypatch.setattr(Combine, "parts", lambda self: memory.append(parts(self)) or memory[-1])
     q, k, v, cache, spec = queries_and_cache()
-    out, lse = prefill.forward(q, k, v, cache, spec)
+    out, lse = prefill.cached_forward(q, k, v, cache, spec)
     assert [name for name, _ in read] == ["forward", "forward_combine"]
     assert [one.attributes for one in driver.launched[-2:]] == [0, 1]
     forward, combine = compiled["forward"], compiled["forward_combine"]

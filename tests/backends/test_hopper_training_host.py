@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import dense_backward, dense_forward
-from fa_ops.backends.hopper import mask as masks
-from fa_ops.backends.hopper.kernel_params import struct_layout
-from fa_ops.call import general
+from fa_ops.backends.hopper import backward as dense_backward
+from fa_ops.backends.hopper import forward as dense_forward
+from fa_ops.backends.hopper import masks
+from fa_ops.backends.hopper.runtime.structs import struct_layout
+from fa_ops.call.call import general
+from fa_ops.call.options import NO_TENSORS, Spec
+from fa_ops.plans import dispatch, planning
 from fa_ops.testing.allocators import poisoned_memory
-from fa_ops.types import NO_TENSORS, Spec
 from tests.backends import test_hopper_backward_host as host
 
 driver = host.driver

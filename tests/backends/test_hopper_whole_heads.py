@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fa_ops.backends.hopper import configs, dense_backward
+from fa_ops.backends.hopper import backward, configs
+from fa_ops.backends.hopper.backward import prefers_own_row_sums, prefers_whole_heads
 from fa_ops.backends.hopper.problem import UNBOUNDED
-from fa_ops.backends.hopper.whole_heads import prefers_own_row_sums, prefers_whole_heads
-from fa_ops.types import Spec
+from fa_ops.call.options import Spec
 from tests.backends.test_hopper_backward_host import driver, of_params, tensors  # noqa: F401
 
 FULL, CAUSAL, WINDOW = (UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0), (100, UNBOUNDED)
@@ -83,11 +83,11 @@ def test_who_sums_rows(heads, Sq, alone):
 @pytest.mark.parametrize("deterministic, alone", [(False, True), (True, True), (False, False)])
 @pytest.mark.parametrize("D", [64, 128])
 def test_a_call(driver, D, deterministic, alone, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(dense_backward, "prefers_own_row_sums", lambda *args: alone)
-    dense_backward._plan.cache_clear()
+    monkeypatch.setattr(backward, "prefers_own_row_sums", lambda *args: alone)
+    backward._plan.cache_clear()
     g, q, k, v, out, lse = tensors(4, 4, 2, 200, 300, D)
     spec = Spec(is_causal=True, deterministic=deterministic)
-    dense_backward.backward(g, None, q, k, v, out, lse, spec)
+    backward.backward(g, None, q, k, v, out, lse, spec)
     grid, products = driver.last("backward")
     found = of_params(products)
     assert grid == (4, 1)  # of 8 heads of keys on 4 processors
@@ -97,7 +97,7 @@ def test_a_call(driver, D, deterministic, alone, monkeypatch):  # noqa: F811
     assert found["zeros"] == (0,)
     assert [one.name for one in driver.launched] == ["preprocess"] * (not alone) + ["backward"]
     assert alone or driver.last("preprocess") == ((16, 4), products)
-    dense_backward._plan.cache_clear()
+    backward._plan.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_call(driver, D, deterministic, alone, monkeypatch):  # noqa: F811
 )
 def test_calls_with_options(driver, options):  # noqa: F811
     q = torch.zeros(1, 4, 200, 64, dtype=torch.bfloat16)
-    plan = dense_backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(**options))
+    plan = backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(**options))
     assert plan.config.whole_heads == ("is_causal" in options)
 
 
@@ -115,11 +115,11 @@ def test_packed_sequences_lengths_and_slopes(driver):  # noqa: F811
     q = torch.zeros(1, 4, 200, 64, dtype=torch.bfloat16)
     ranges, lens = torch.zeros(1, 1, 200, 2).int(), torch.ones(1).int()
     args = (q,) * 5, (q.stride(),) * 3
-    assert not dense_backward.plan_of(*args, Spec(), ranges, None, 2).config.whole_heads
-    assert not dense_backward.plan_of(*args, Spec(kv_lens=lens)).config.whole_heads
+    assert not backward.plan_of(*args, Spec(), ranges, None, 2).config.whole_heads
+    assert not backward.plan_of(*args, Spec(kv_lens=lens)).config.whole_heads
     slopes = torch.ones(4)
-    assert not dense_backward.plan_of(*args, Spec(alibi_slopes=slopes)).config.whole_heads
-    assert dense_backward.plan_of(*args, Spec()).config.whole_heads
+    assert not backward.plan_of(*args, Spec(alibi_slopes=slopes)).config.whole_heads
+    assert backward.plan_of(*args, Spec()).config.whole_heads
 
 
 def test_calls_whose_shared_memory_holds_one_slot_of_keys():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fa_ops.backends.hopper.split_kv import SplitKvFamily
+from fa_ops.backends.hopper.decode import SplitKvFamily
 from tests.backends.cuda_as_cpp import SOURCES, built, needs_compiler
 
 pytestmark = needs_compiler

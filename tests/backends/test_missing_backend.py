@@ -41,7 +41,7 @@ print(json.dumps([[name.removeprefix("fa_ops.backends.") for name in dict.fromke
                   [str(one.message) for one in caught if one.category is RuntimeWarning]]))
 """
 HOPPER = (9, 0)
-BLOCKED = "sys.modules['fa_ops.backends.hopper.compiler'] = None"
+BLOCKED = "sys.modules['fa_ops.backends.hopper.runtime.nvrtc'] = None"
 NO_NVRTC = "import os; os.environ['FA_OPS_NVRTC'] = os.devnull"
 NO_TRITON = "sys.modules['triton'] = None"
 OLD_NVRTC = """

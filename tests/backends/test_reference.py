@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fa_ops.backends import dropout, reference
+from fa_ops.call.options import Spec
 from fa_ops.testing import PackedCase, make_case
-from fa_ops.types import Spec
 
 TINY = {"B": 2, "Hq": 4, "Hkv": 2, "Sq": 4, "Sk": 6, "D": 3, "Dv": 2, "dtype": torch.float64}
 CASES = {

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import fa_ops
-from fa_ops.bench import accuracy, accuracy_problems, perplexity
+from fa_ops.bench import accuracy, perplexity
 from fa_ops.bench.accuracy import Errors
 from fa_ops.bench.cli import app
 
@@ -52,30 +52,30 @@ def test_errors_are_those_of_known_differences():
     assert found.rmse == pytest.approx(1 / 50**0.5) and found.worst_row == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("name", accuracy_problems.DISTRIBUTIONS)
+@pytest.mark.parametrize("name", accuracy.DISTRIBUTIONS)
 def test_8_bits_with_scales_of_their_own_beat_one_scale(name):
-    inputs = accuracy_problems.draw(name, 512, 32, 2, 64, "cpu")
-    again = accuracy_problems.draw(name, 512, 32, 2, 64, "cpu")
+    inputs = accuracy.draw(name, 512, 32, 2, 64, "cpu")
+    again = accuracy.draw(name, 512, 32, 2, 64, "cpu")
     assert all(torch.equal(a, b) for a, b in zip(inputs, again))
     found = accuracy.measure(inputs)
     best = min(found["int8"].rmse, found["int8 rotated"].rmse)
     assert found["bfloat16"].rmse < best < 1.02 * found["e4m3 per tensor"].rmse
 
 
-@pytest.mark.parametrize("name", accuracy_problems.DISTRIBUTIONS)
+@pytest.mark.parametrize("name", accuracy.DISTRIBUTIONS)
 def test_heads_may_be_narrow(name):
-    errors = accuracy.measure(accuracy_problems.draw(name, 64, 4, 1, 12, "cpu"))
+    errors = accuracy.measure(accuracy.draw(name, 64, 4, 1, 12, "cpu"))
     assert 0 < errors["int8"].rmse < 0.3
 
 
 def test_the_needle_is_what_its_query_attends():
-    inputs = accuracy_problems.draw("needle", 1000, 20, 1, 64, "cpu")
+    inputs = accuracy.draw("needle", 1000, 20, 1, 64, "cpu")
     q, k, v = inputs
     weights = torch.softmax(q.double() @ k.double().mT / 8.0, -1)[0, 0]
     share = weights[torch.arange(20), torch.arange(20) * 50]
     assert 0.7 < share.mean() < 0.99
     wanted = fa_ops.attention(*(x.double() for x in inputs))
-    assert torch.allclose(accuracy_problems.exact(inputs), wanted)
+    assert torch.allclose(accuracy.exact_attention(inputs), wanted)
 
 
 def test_the_text_is_long_enough_for_the_language_model():

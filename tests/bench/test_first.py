@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 
 import fa_ops
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import compiler
+from fa_ops.backends.hopper.runtime import nvrtc
 from fa_ops.bench import first
 from fa_ops.bench.cli import app
-from fa_ops.bench.first import FamilyRow, First
-from fa_ops.bench.first_families import CALLS, FAMILIES
+from fa_ops.bench.first import CALLS, FAMILIES, FamilyRow, First
 
 SLOW = FamilyRow(
     "b", First(64, 1500.0, 2, 1400.0), [First(200, 900.5, 1, 800.0)], First(64, 70.0, 0, 0)
@@ -70,12 +69,12 @@ def test_families_call_the_function_of_their_kind(family, monkeypatch):
 
 def test_compilations_within_a_call_are_counted(monkeypatch, tmp_path):
     monkeypatch.setenv("FA_OPS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiler, "compile_source", lambda source: (b"code", ""))
-    monkeypatch.setattr(compiler, "_path", lambda source: tmp_path / str(hash(source)))
+    monkeypatch.setattr(nvrtc, "compile_source", lambda source: (b"code", ""))
+    monkeypatch.setattr(nvrtc, "_path", lambda source: tmp_path / str(hash(source)))
     monkeypatch.setitem(
         CALLS,
         "forward",
-        lambda f, S, *_: lambda: compiler.cubins("packed", ["packed_ranges"], {"S": S // 64}),
+        lambda f, S, *_: lambda: nvrtc.cubins("packed", ["packed_ranges"], {"S": S // 64}),
     )
     calls = first.measure(FAMILIES[0], (64, 65, 128), "cpu", "cpu")
     assert [call.compiled for call in calls] == [1, 0, 1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.bench import decode, flashinfer_peers, quantized
+from fa_ops.bench import decode, decode_peers, quantized
 from fa_ops.bench.decode_problems import PRESETS, DecodeProblem
 from fa_ops.bench.problems import Problem
 
@@ -95,7 +95,7 @@ def module(monkeypatch):
     module.BatchPrefillWithRaggedKVCacheWrapper = Ragged
     module.mla = types.SimpleNamespace(BatchMLAPagedAttentionWrapper=Latent)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(flashinfer_peers, "_WORKSPACE", 16)
+    monkeypatch.setattr(decode_peers, "_WORKSPACE", 16)
     return module
 
 
@@ -113,7 +113,7 @@ def inputs(p: DecodeProblem, lengths=LENGTHS):
     return data, k, k if p.shared else torch.randn_like(k)
 
 
-@pytest.mark.parametrize("peer", flashinfer_peers.PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", decode_peers.FLASHINFER_PEERS, ids=lambda peer: peer.name)
 @pytest.mark.parametrize(
     "p, lengths",
     [
@@ -140,13 +140,13 @@ def test_pages_of_each_row_are_attended(module, peer, p, lengths):
 )
 def test_other_caches_are_refused(module, options):
     with pytest.raises(NotImplementedError, match="pages of 16-bit keys alone"):
-        flashinfer_peers.PEERS[0].build(problem(**options), None)
+        decode_peers.FLASHINFER_PEERS[0].build(problem(**options), None)
 
 
 def test_without_the_package_there_is_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ModuleNotFoundError, match="flashinfer"):
-        flashinfer_peers.PEERS[0].build(problem(), None)
+        decode_peers.FLASHINFER_PEERS[0].build(problem(), None)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -6,16 +6,16 @@ import pytest
 from typer.testing import CliRunner
 
 import fa_ops
-from fa_ops.backends.hopper import compiler, packaged_cubins, warm
+from fa_ops.backends.hopper.runtime import cubin_cache, nvrtc, warm
 from fa_ops.cli import app
 
 
 def test_the_wheel_has_every_kernel(tmp_path, monkeypatch):
     pytest.importorskip("hatchling")
     monkeypatch.setenv("FA_OPS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "nvrtc", lambda: None)
-    monkeypatch.setattr(compiler, "version", lambda lib: (13, 0))
-    monkeypatch.setattr(compiler, "compile_source", lambda program: (program.source.encode(), ""))
+    monkeypatch.setattr(nvrtc, "nvrtc", lambda: None)
+    monkeypatch.setattr(nvrtc, "version", lambda lib: (13, 0))
+    monkeypatch.setattr(nvrtc, "compile_source", lambda program: (program.source.encode(), ""))
     options = "--head-dim", "64", "--dtype", "float16"
     result = CliRunner().invoke(
         app, ["cubins", str(tmp_path / "dist"), *options], env={"COLUMNS": "200"}
@@ -28,16 +28,16 @@ def test_the_wheel_has_every_kernel(tmp_path, monkeypatch):
         (metadata,) = (n for n in files.namelist() if n.endswith("METADATA"))
         assert f"Requires-Dist: fa-ops=={fa_ops.__version__}" in files.read(metadata).decode()
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(compiler, "compile_source", lambda program: pytest.fail("compiled"))
+    monkeypatch.setattr(nvrtc, "compile_source", lambda program: pytest.fail("compiled"))
     monkeypatch.setenv("FA_OPS_CACHE_DIR", str(tmp_path / "empty"))
-    packaged_cubins.folder.cache_clear()
+    cubin_cache.packaged_folder.cache_clear()
     try:
         for kind, entries, defines in warm.variants([64], [warm.DTYPES[1]]):
-            found = compiler.cubins(kind, entries, defines)
-            programs = [compiler.program(kind, entry, defines) for entry in entries]
+            found = nvrtc.cubins(kind, entries, defines)
+            programs = [nvrtc.program(kind, entry, defines) for entry in entries]
             assert found == [program.source.encode() for program in programs]
     finally:
-        packaged_cubins.folder.cache_clear()
+        cubin_cache.packaged_folder.cache_clear()
 
 
 def test_a_head_dim_without_kernels_is_refused():

@@ -12,13 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fa_ops import planning
 from fa_ops.backends import cpu
-from fa_ops.cli import app, fuzz_cases, fuzz_workers
-from fa_ops.cli.fuzz import plan
-from fa_ops.cli.fuzz_cases import FuzzRun, Target, family_of, outcomes
-from fa_ops.geometry import is_prefill
-from fa_ops.testing import draws
+from fa_ops.call.options import is_prefill
+from fa_ops.cli import app, fuzz
+from fa_ops.cli.fuzz import FuzzRun, Target, family_of, outcomes, plan
+from fa_ops.plans import planning
+from fa_ops.testing import random_calls
 
 CPU = Target("cpu", "cpu", (torch.float32, torch.float16))
 
@@ -36,7 +35,7 @@ def test_cases_of_each_feature_are_counted(tmp_path):
     assert "1 processes: 0 failed" in result.output
     for record in json.loads(path.read_text())["records"]:
         counts, features = record["counts"], record["features"]
-        assert counts["cases"] == 21 == sum(counts[kind] for kind in draws.KINDS)
+        assert counts["cases"] == 21 == sum(counts[kind] for kind in random_calls.KINDS)
         assert counts["specialisations"] == 6 and counts["failed"] == 0
         assert counts["gradients"] == counts["dense"] + counts["packed"] > 0
         assert sum(features[dtype] for dtype in features if "float" in dtype) >= 21
@@ -87,7 +86,7 @@ def test_kinds_are_chosen_by_name():
 
 
 def test_a_backend_that_refuses_everything_is_a_failure(monkeypatch):
-    monkeypatch.setattr(fuzz_cases, "MAX_DRAWS", 20)
+    monkeypatch.setattr(fuzz, "MAX_DRAWS", 20)
     (outcome,) = outcomes(FuzzRun(CPU._replace(backend="hopper"), 0, 0, 4))
     assert outcome.error.startswith("LookupError: hopper supports none of")
 
@@ -108,18 +107,18 @@ class SleepOnUnpickling(str):
 
 def test_a_crash_or_hang_fails_one_case_and_the_others_continue(monkeypatch):
     runs = [FuzzRun(CPU._replace(backend=ExitOnUnpickling("cpu")), 0, 1, 3), FuzzRun(CPU, 1, 0, 2)]
-    found = [(o.family, o.case, o.error) for o in fuzz_workers.fuzz(runs, 1, None)]
+    found = [(o.family, o.case, o.error) for o in fuzz.fuzz(runs, 1, None)]
     crash = "the process ended with status 7"
     assert found == [(0, 1, crash), (0, 2, crash), (1, 0, None), (1, 1, None)]
-    monkeypatch.setattr(fuzz_workers, "TIMEOUT", 0.0)
+    monkeypatch.setattr(fuzz, "TIMEOUT", 0.0)
     hanging = FuzzRun(CPU._replace(backend=SleepOnUnpickling("cpu")), 1, 0, 1)
-    (outcome,) = fuzz_workers.fuzz([hanging], 1, None)
+    (outcome,) = fuzz.fuzz([hanging], 1, None)
     assert outcome.error == "no result after 0 s"
 
 
 def test_running_out_of_time_is_a_failure(monkeypatch):
-    assert len(list(fuzz_workers.fuzz([FuzzRun(CPU, 0, 0, 3)], 0, 1e-9))) == 1
-    assert not list(fuzz_workers.fuzz([FuzzRun(CPU, 0, 0, 3)], 1, 1e-9))
+    assert len(list(fuzz.fuzz([FuzzRun(CPU, 0, 0, 3)], 0, 1e-9))) == 1
+    assert not list(fuzz.fuzz([FuzzRun(CPU, 0, 0, 3)], 1, 1e-9))
     monkeypatch.setattr("fa_ops.cli.fuzz.fuzz", lambda *_: iter(()))
     assert invoke("--device", "cpu", "--cases", "5").exit_code == 1
 
@@ -149,15 +148,15 @@ def test_invalid_options_are_refused(options, message):
 
 
 def test_draws_cover_every_feature():
-    seen: dict[str, set] = {kind: set() for kind in draws.KINDS}
+    seen: dict[str, set] = {kind: set() for kind in random_calls.KINDS}
     sizes = set()
-    for kind in draws.KINDS:
+    for kind in random_calls.KINDS:
         for seed in range(150):
             pick = random.Random(seed).choice
-            family = draws.family(pick, kind, (torch.bfloat16, torch.float16, torch.float32))
+            family = random_calls.family(pick, kind, (torch.bfloat16, torch.float16, torch.float32))
             sizes.add(family.sizes)
             for _ in range(3):
-                seen[kind].update(draws.features(family.case(pick)))
+                seen[kind].update(random_calls.features(family.case(pick)))
     everywhere = {"grouped heads", "causal", "window", "softcap", "ALiBi", "sinks", "scale given"}
     everywhere |= {"values of another width", "bfloat16", "float16", "float32"}
     ours = {"kv_lens", "dropout", "deterministic", "gradient of lse", "strided"}
@@ -174,7 +173,8 @@ def test_draws_cover_every_feature():
 
 def test_prefill_over_a_cache_is_drawn_on_gpus_only():
     families = [
-        draws.family(random.Random(seed).choice, "cached", (torch.bfloat16,)) for seed in range(40)
+        random_calls.family(random.Random(seed).choice, "cached", (torch.bfloat16,))
+        for seed in range(40)
     ]
     many = [family for family in families if family.sizes == "prefill"]
     pick = random.Random(0).choice

@@ -156,7 +156,10 @@ def test_refusals(arguments, message, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "source, message",
     [
-        ("import fa_ops.api", r"a/b.py:1: import fa_ops.api cannot be made relative"),
+        (
+            "import fa_ops.functions.attention",
+            r"a/b.py:1: import fa_ops.functions.attention cannot be made relative",
+        ),
         ("from fa_ops.cli import options", r"a/b.py:1: fa_ops.cli.options is left out"),
     ],
 )

@@ -6,8 +6,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fa_ops.backends.hopper import compiler, dense_backward, dense_forward, warm
+from fa_ops.backends.hopper import backward, forward
 from fa_ops.backends.hopper.configs import backward_config, forward_config
+from fa_ops.backends.hopper.runtime import nvrtc as compiler
+from fa_ops.backends.hopper.runtime import warm
 from fa_ops.cli import app
 
 
@@ -54,7 +56,7 @@ def test_calls_use_the_kernels_that_were_compiled(folder, nvrtc, monkeypatch):
     config = forward_config(64, 64)
     full, window = (
         compiler.cubins(
-            "forward", ["forward"], dense_forward.kernel_defines(config, torch.float16, **options)
+            "forward", ["forward"], forward.kernel_defines(config, torch.float16, **options)
         )[0]
         for options in ({}, {"window": True})
     )
@@ -79,8 +81,8 @@ def test_kernels_of_wide_heads_are_those_that_calls_launch():
     kinds = [v.kind for v in variants if v.kind not in ("append", "mla")]
     assert kinds == ["forward_wide"] * 4 + ["backward"] * 6
     config, features = backward_config(512, 512), {"window": True, "split": True}
-    defines = dense_backward.kernel_defines(config, torch.bfloat16, **features)
-    entries = tuple(entry.name for entry in dense_backward.entries_of(config, defines))
+    defines = backward.kernel_defines(config, torch.bfloat16, **features)
+    entries = tuple(entry.name for entry in backward.entries_of(config, defines))
     assert warm.Variant("backward", entries, defines) in variants
     assert not {v.kind for v in warm.eight_bit_variants([512], [torch.bfloat16])} - {
         "append", "dequantize",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fa_ops.compat import flash_attn as compat
-from fa_ops.varlen import query_tiles
+from fa_ops.functions import varlen
 from tests.compat.test_flash_attn import OPTIONS, caches, draw, naive, options_of, rows_of
 
 QUERIES = [0, 5, 5, 6, 11]  # borders of the queries of four sequences
@@ -21,7 +21,7 @@ def pages(count=4, size=4):
 @pytest.mark.parametrize("size", [2, 128])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_packed_queries_attend_pages(name, size, monkeypatch):
-    monkeypatch.setattr(query_tiles, "tile_queries", lambda query, key: size)
+    monkeypatch.setattr(varlen, "tile_queries", lambda query, key: size)
     k, v, table = pages()
     q, options = draw(13, 4, 8, grad=False), options_of(name, 4)
     ends_q = torch.tensor(QUERIES, dtype=torch.int32) + 1  # a token before and one behind

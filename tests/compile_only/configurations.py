@@ -18,23 +18,15 @@ from typing import NamedTuple
 import torch
 
 from fa_ops.backends.hopper import (
-    append,
-    compiler,
+    backward,
     configs,
     decode,
-    decode_configs,
-    dense_backward,
-    dense_forward,
-    dequantize,
+    eight_bit,
+    eight_bit_inputs,
+    forward,
     mla,
-    quantize,
-    quantized,
-    quantized_packed,
-    scaled,
-    scaled_packed,
-    split_kv,
-    tiling,
 )
+from fa_ops.backends.hopper.runtime import nvrtc
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -88,7 +80,7 @@ def configurations() -> Iterator[Configuration]:
     for kind, entries in BEFORE.items():
         yield Configuration(f"{kind} words", kind, entries, {})
     for Dv, page in itertools.product((64, 128, 256), (0, 64)):
-        defines = scaled_packed.kernel_defines(Dv, page > 0)
+        defines = eight_bit_inputs.packed_e4m3_defines(Dv, page > 0)
         kind = "scaled_packed"
         yield Configuration(f"scaled packed Dv{Dv} page{page}", kind, (kind,), defines)
     for word, dtype in DTYPES.items():
@@ -105,10 +97,10 @@ def configurations() -> Iterator[Configuration]:
         for D, Dv in ((64, 64), (128, 128), (256, 256), (80, 40)):
             yield from _quantized(f"D{D}/{Dv} {word}", D, Dv, dtype)
         for page in DECODED_PAGES:
-            config = decode_configs.mla_config(page)
+            config = configs.mla_config(page)
             defines = mla.kernel_defines(config, dtype, paged=page > 0)
             yield Configuration(
-                f"mla page{page} {word}", "mla", _names(split_kv.entries_of("mla", config)), defines
+                f"mla page{page} {word}", "mla", _names(decode.entries_of("mla", config)), defines
             )
 
 
@@ -116,37 +108,37 @@ def _append(word: str, dtype: torch.dtype) -> Iterator[Configuration]:
     rotations = {"": None, " rotary32": torch.float32, " rotary16": dtype}
     for cached, (rotation, angles) in itertools.product((dtype, E4M3), rotations.items()):
         name = f"append {word}{rotation}{' e4m3' if cached == E4M3 else ''}"
-        defines = append.kernel_defines(dtype, cached, angles)
+        defines = decode.append_defines(dtype, cached, angles)
         yield Configuration(name, "append", ("append",), defines)
 
 
 def _conversions(word: str, dtype: torch.dtype) -> Iterator[Configuration]:
-    defines = dequantize.kernel_defines(dtype)
+    defines = eight_bit_inputs.dequantize_defines(dtype)
     yield Configuration(f"dequantize {word}", "dequantize", ("dequantize",), defines)
     kind, bits = "forward_combine", int(dtype == torch.bfloat16)
     for sinks in (0, 1):
-        defines = {"IS_BF16": bits, "HAS_SINKS": sinks, "MAX_SPLITS": tiling.MAX_SPLITS}
+        defines = {"IS_BF16": bits, "HAS_SINKS": sinks, "MAX_SPLITS": forward.MAX_SPLITS}
         yield Configuration(f"merge {word}{' sinks' * sinks}", kind, (kind,), defines)
 
 
 def _wide(name: str, D: int, dtype: torch.dtype) -> Iterator[Configuration]:
     config = configs.forward_config(D, D)
     for word in ("full", "causal", "window", "ranges", "lengths", "sinks"):
-        defines = dense_forward.kernel_defines(config, dtype, **FEATURES[word])
+        defines = forward.kernel_defines(config, dtype, **FEATURES[word])
         yield Configuration(f"{name} {word}", config.kernel, (config.kernel,), defines)
 
 
 def _wide_backward(name: str, D: int, dtype: torch.dtype) -> Iterator[Configuration]:
     config = configs.backward_config(D, D)
     for word in ("full", "causal", "ranges", "lengths"):
-        defines = dense_backward.kernel_defines(config, dtype, **FEATURES[word])
-        entries = _names(dense_backward.entries_of(config, defines))
+        defines = backward.kernel_defines(config, dtype, **FEATURES[word])
+        entries = _names(backward.entries_of(config, defines))
         yield Configuration(f"{name} {word}", "backward", entries, defines)
 
 
 def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:
     def one(word: str, config: configs.Config, features: dict) -> Configuration:
-        defines = dense_forward.kernel_defines(config, dtype, **features)
+        defines = forward.kernel_defines(config, dtype, **features)
         return Configuration(f"{name} {word}", "forward", ("forward",), defines)
 
     for word, features in FEATURES.items():
@@ -184,8 +176,8 @@ def _few_queries(one, D: int, Dv: int) -> Iterator[Configuration]:
 
 def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:
     def one(word: str, config: configs.BackwardConfig, features: dict) -> Configuration:
-        defines = dense_backward.kernel_defines(config, dtype, **features)
-        entries = _names(dense_backward.entries_of(config, defines))
+        defines = backward.kernel_defines(config, dtype, **features)
+        entries = _names(backward.entries_of(config, defines))
         return Configuration(f"{name} {word}", "backward", entries, defines)
 
     for word, features in FEATURES.items():
@@ -230,44 +222,46 @@ def _quantized(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Confi
     config = configs.quantized_config(D, Dv, has_16_bits=True)
     for word in ("full", "causal", "window", "ranges", "lengths", "softcap", "sinks"):
         for numbers in ("int8", "e4m3") if word in ("full", "causal") else ("int8",):
-            defines = quantized.kernel_defines(config, dtype, numbers == "int8", **FEATURES[word])
+            defines = eight_bit.kernel_defines(config, dtype, numbers == "int8", **FEATURES[word])
             label = f"quantized {name} {word} {numbers}"
             yield Configuration(label, "quantized", ("quantized",), defines)
     config = configs.quantized_config(D, Dv)
-    signs = quantized.kernel_defines(config, dtype, False, **CAUSAL, signs=True)
+    signs = eight_bit.kernel_defines(config, dtype, False, **CAUSAL, signs=True)
     yield Configuration(f"quantized {name} signs", "quantized", ("quantized",), signs)
     for page in PAGES if dtype == torch.bfloat16 else ():
-        defines = quantized_packed.packed_defines(
-            quantized_packed.packed_config(D, Dv, page), **FEATURES["lengths" if page else "causal"]
+        defines = eight_bit.packed_defines(
+            eight_bit.packed_config(D, Dv, page), **FEATURES["lengths" if page else "causal"]
         )
         yield Configuration(
             f"quantized {name} sequences page{page}", "quantized", ("quantized",), defines
         )
-    heads = signs | quantized.kernel_defines(
+    heads = signs | eight_bit.kernel_defines(
         config, dtype, False, **CAUSAL, signs=True, head_scales=True
     )
     yield Configuration(f"quantized {name} heads", "quantized", ("quantized",), heads)
     for rotate in (False, True):
-        defines = quantize.kernel_defines(dtype, D, Dv, True, rotate)
+        defines = eight_bit_inputs.quantize_defines(dtype, D, Dv, True, rotate)
         label = f"quantize {name}{' rotate' * rotate}"
         yield Configuration(label, "quantize", ("quantize",), defines)
     if dtype == torch.bfloat16:
-        yield Configuration(f"scaled {name}", "scaled", ("scaled",), scaled.kernel_defines(Dv))
+        yield Configuration(
+            f"scaled {name}", "scaled", ("scaled",), eight_bit_inputs.e4m3_defines(Dv)
+        )
 
 
 def _decode(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Configuration]:
     for rows, (word, features) in itertools.product((8, 16), CACHED.items()):
-        config = decode_configs.decode_config(D, D, rows, page)
+        config = configs.decode_config(D, D, rows, page)
         defines = decode.kernel_defines(config, dtype, paged=page > 0, **features)
-        entries = _names(split_kv.entries_of("decode", config))
+        entries = _names(decode.entries_of("decode", config))
         yield Configuration(f"{name} rows{rows} {word}", "decode", entries, defines)
 
 
 def _decode_e4m3(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Configuration]:
     for rows, scales in itertools.product((8, 16), (0, 1, 2, 3) if page else (0, 1, 3)):
-        config = decode_configs.decode_config(D, D, rows, page, is_e4m3=True, scales=scales)
+        config = configs.decode_config(D, D, rows, page, is_e4m3=True, scales=scales)
         defines = decode.kernel_defines(config, dtype, paged=page > 0)
-        entries = _names(split_kv.entries_of("decode", config))
+        entries = _names(decode.entries_of("decode", config))
         yield Configuration(f"{name} rows{rows} scales{scales}", "decode", entries, defines)
 
 
@@ -286,7 +280,7 @@ def write(folder: Path, only: str) -> None:
 
     def one(configuration: Configuration) -> None:
         name, kind, entries, defines = configuration
-        for entry, code in zip(entries, compiler.cubins(kind, entries, defines)):
+        for entry, code in zip(entries, nvrtc.cubins(kind, entries, defines)):
             label = FILE_NAMES.get(entry, entry)
             (folder / f"{name.replace('/', '-')}.{label}.cubin").write_bytes(code)
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 pytest.importorskip("nvidia.cu13", reason="NVRTC (pip install nvidia-cuda-nvrtc) compiles kernels")
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import warm
+from fa_ops.backends.hopper.runtime import warm
 from tests.compile_only import compare_sass, configurations
 
 ROOT = Path(__file__).parents[2]

@@ -14,17 +14,8 @@ pytest.importorskip(
 )
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import (  # noqa: E402
-    compiler,
-    configs,
-    decode,
-    decode_configs,
-    dense_backward,
-    dense_forward,
-    launch,
-    mla,
-    split_kv,
-)
+from fa_ops.backends.hopper import backward, configs, decode, forward, mla
+from fa_ops.backends.hopper.runtime import launch, nvrtc
 from tests.compile_only.configurations import BEFORE  # noqa: E402
 from tests.compile_only.sass import disassembled, unwritten_uniform_registers  # noqa: E402
 
@@ -57,7 +48,7 @@ def compiled(folder, kind, config, **features):
     if kind == "forward":
         defines["SHARED_BYTES"] = config.shared_bytes(bool(defines["HAS_MASK"]))
     if kind == "backward":
-        return compiled_entries(folder, kind, dense_backward.entries_of(config, defines), defines)
+        return compiled_entries(folder, kind, backward.entries_of(config, defines), defines)
     return compiled_entries(folder, kind, [launch.Entry(kind, 0)], defines)
 
 
@@ -70,8 +61,8 @@ def compiled_entries(folder, kind, entries, defines):
     """(SASS, log) of entry points, one behind the other; SASS of those with products alone."""
     sass, logs = "", ""
     for entry in entries:
-        program = compiler.program(kind, entry.name, defines)
-        cubin, log = compiler.compile_source(program, "--ptxas-options=-v")
+        program = nvrtc.program(kind, entry.name, defines)
+        cubin, log = nvrtc.compile_source(program, "--ptxas-options=-v")
         sass += "" if entry.name in WITHOUT_PRODUCTS else disassembled(cubin, folder)
         logs += log
     return sass, logs
@@ -416,11 +407,11 @@ DECODE = [
 
 @pytest.mark.parametrize("head_dim, page, rows", DECODE)
 def test_decode(head_dim, page, rows, tmp_path):
-    config = decode_configs.decode_config(head_dim, head_dim, rows, page)
+    config = configs.decode_config(head_dim, head_dim, rows, page)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     options = dict.fromkeys(("softcap", "alibi", "sinks"), rows == 16)
     defines = decode.kernel_defines(config, torch.bfloat16, paged=page > 0, **options)
-    entries = split_kv.entries_of("decode", config)
+    entries = decode.entries_of("decode", config)
     sass, log = compiled_entries(tmp_path, "decode", entries, defines)
     # at 256 output and queries take 192 registers; what spills is outside the loop
     assert_clean(log, spilled_bytes=64 if head_dim == 256 else 0)
@@ -437,11 +428,11 @@ def test_decode(head_dim, page, rows, tmp_path):
     [((128, 128), 0, 8, 1), ((192, 128), 16, 16, 2), ((256, 256), 64, 16, 3), ((64, 64), 1, 8, 2)],
 )
 def test_decode_of_e4m3(dims, page, rows, scales, tmp_path):
-    config = decode_configs.decode_config(*dims, rows, page, is_e4m3=True, scales=scales)
+    config = configs.decode_config(*dims, rows, page, is_e4m3=True, scales=scales)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     options = dict.fromkeys(("softcap", "alibi", "sinks"), rows == 16)
     defines = decode.kernel_defines(config, torch.bfloat16, paged=page > 0, **options)
-    entries = split_kv.entries_of("decode", config)
+    entries = decode.entries_of("decode", config)
     sass, log = compiled_entries(tmp_path, "decode", entries, defines)
     assert_clean(log)
     assert sass.count("HMMA.16816.F32 ") == 2 * (dims[0] // 16) + dims[1] // 8
@@ -460,10 +451,10 @@ def test_kernels_that_run_before_others_do_not_spill(kind, tmp_path):
 
 @pytest.mark.parametrize("page", [0, 1, 16, 64])
 def test_mla(page, tmp_path):
-    config = decode_configs.mla_config(page)
+    config = configs.mla_config(page)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     defines = mla.kernel_defines(config, torch.bfloat16, paged=page > 0)
-    sass, log = compiled_entries(tmp_path, "mla", split_kv.entries_of("mla", config), defines)
+    sass, log = compiled_entries(tmp_path, "mla", decode.entries_of("mla", config), defines)
     assert_clean(log, spilled_bytes=32 if page == 16 else 0)  # the copying warp has 40 registers
     # one product per 16 features, and one per 16 keys of a warpgroup's own tiles and of the
     # other's, under scores and without
@@ -477,10 +468,10 @@ def test_mla(page, tmp_path):
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_float16_compiles(kind):
-    own = {"forward": dense_forward, "backward": dense_backward}[kind]
+    own = {"forward": forward, "backward": backward}[kind]
     config = getattr(configs, f"{kind}_config")(64, 64)
     defines = own.kernel_defines(config, torch.float16)
-    assert compiler.cubins(kind, [kind], defines)[0].startswith(b"\x7fELF")
+    assert nvrtc.cubins(kind, [kind], defines)[0].startswith(b"\x7fELF")
 
 
 DIMS = (8, 64, 72, 96, 128, 160, 192, 200, 256)
@@ -508,7 +499,7 @@ def test_shared_memory_fits(dims):
 
 
 class TestCache:
-    DEFINES = dense_forward.kernel_defines(configs.forward_config(64, 64), torch.bfloat16)
+    DEFINES = forward.kernel_defines(configs.forward_config(64, 64), torch.bfloat16)
 
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path, monkeypatch):
@@ -516,12 +507,12 @@ class TestCache:
         return tmp_path / "cache"
 
     def count_compilations(self, monkeypatch):
-        calls, real = [], compiler.compile_source
-        monkeypatch.setattr(compiler, "compile_source", lambda *a: calls.append(1) or real(*a))
+        calls, real = [], nvrtc.compile_source
+        monkeypatch.setattr(nvrtc, "compile_source", lambda *a: calls.append(1) or real(*a))
         return calls
 
     def code(self):
-        return compiler.cubins("forward", ["forward"], self.DEFINES)[0]
+        return nvrtc.cubins("forward", ["forward"], self.DEFINES)[0]
 
     def test_second_use_reads_the_file(self, folder, monkeypatch):
         calls = self.count_compilations(monkeypatch)
@@ -540,16 +531,16 @@ class TestCache:
 
     def test_entries_are_programs_of_their_own(self, folder, tmp_path, monkeypatch):
         names = ["pack_rows", "pack_columns"]
-        codes = compiler.cubins("mask", names, {})
+        codes = nvrtc.cubins("mask", names, {})
         for name, code in zip(names, codes):
             sass = disassembled(code, tmp_path)
             assert re.findall(r"Function : (\w+)", sass) == [name]
-        assert len(list(folder.iterdir())) == 2 and not compiler.uncached("mask", names, {})
+        assert len(list(folder.iterdir())) == 2 and not nvrtc.uncached("mask", names, {})
         # in any order, and what one of them lacks alone
-        (folder / compiler._path(compiler.program("mask", names[1], {}))).unlink()
+        (folder / nvrtc._path(nvrtc.program("mask", names[1], {}))).unlink()
         calls = self.count_compilations(monkeypatch)
-        assert compiler.uncached("mask", names, {}) == [names[1]]
-        assert compiler.cubins("mask", names[::-1], {}) == codes[::-1]
+        assert nvrtc.uncached("mask", names, {}) == [names[1]]
+        assert nvrtc.cubins("mask", names[::-1], {}) == codes[::-1]
         assert len(calls) == 1
 
     def test_entries_compile_at_the_same_time(self, monkeypatch):
@@ -559,32 +550,32 @@ class TestCache:
             together.wait()
             return program.source.encode(), ""
 
-        monkeypatch.setattr(compiler, "compile_source", compile_source)
-        codes = compiler.cubins("mask", ["pack_rows", "pack_columns"], {})
+        monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+        codes = nvrtc.cubins("mask", ["pack_rows", "pack_columns"], {})
         assert len(set(codes)) == 2
 
     def test_an_error_in_a_thread_is_the_callers(self, folder, monkeypatch):
-        broken = compiler.Program('extern "C" __global__ void k() { not_declared(); }')
-        whole = compiler.program
+        broken = nvrtc.Program('extern "C" __global__ void k() { not_declared(); }')
+        whole = nvrtc.program
         monkeypatch.setattr(
-            compiler, "program", lambda *of: broken if of[1] == "pack_columns" else whole(*of)
+            nvrtc, "program", lambda *of: broken if of[1] == "pack_columns" else whole(*of)
         )
-        with pytest.raises(compiler.CompileError, match="not_declared"):
-            compiler.cubins("mask", ["pack_rows", "pack_columns"], {})
+        with pytest.raises(nvrtc.CompileError, match="not_declared"):
+            nvrtc.cubins("mask", ["pack_rows", "pack_columns"], {})
 
     def test_a_source_error_shows_the_compiler_log(self):
-        with pytest.raises(compiler.CompileError, match="not_declared"):
-            compiler.compile_source(
-                compiler.Program('extern "C" __global__ void k() { not_declared(); }')
+        with pytest.raises(nvrtc.CompileError, match="not_declared"):
+            nvrtc.compile_source(
+                nvrtc.Program('extern "C" __global__ void k() { not_declared(); }')
             )
 
 
 def test_a_missing_nvrtc_is_named(monkeypatch):
     monkeypatch.setenv("FA_OPS_NVRTC", os.devnull)
-    compiler.nvrtc.cache_clear()
+    nvrtc.nvrtc.cache_clear()
     try:
-        with pytest.raises(compiler.CompileError, match="NVRTC 12.1 or newer was not found"):
-            compiler.nvrtc()
+        with pytest.raises(nvrtc.CompileError, match="NVRTC 12.1 or newer was not found"):
+            nvrtc.nvrtc()
     finally:
         monkeypatch.undo()
-        compiler.nvrtc.cache_clear()
+        nvrtc.nvrtc.cache_clear()

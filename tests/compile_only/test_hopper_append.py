@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("nvidia.cu13", reason="NVRTC compiles this kernel")
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import compiler  # noqa: E402
+from fa_ops.backends.hopper.runtime import nvrtc  # noqa: E402
 from tests.compile_only.configurations import DTYPES, _append  # noqa: E402
 from tests.compile_only.sass import disassembled  # noqa: E402
 
@@ -17,8 +17,8 @@ CONFIGURATIONS = [c for word, dtype in DTYPES.items() for c in _append(word, dty
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
 def test_append(configuration, tmp_path):
     _, kind, (entry,), defines = configuration
-    program = compiler.program(kind, entry, defines)
-    cubin, log = compiler.compile_source(program, "--ptxas-options=-v")
+    program = nvrtc.program(kind, entry, defines)
+    cubin, log = nvrtc.compile_source(program, "--ptxas-options=-v")
     assert "0 bytes spill stores" in log and "0 bytes stack frame" in log
     (registers,) = re.findall(r"Used (\d+) registers", log)
     assert int(registers) <= 64  # eight CTAs of 128 threads on a multiprocessor

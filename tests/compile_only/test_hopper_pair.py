@@ -10,7 +10,11 @@ pytest.importorskip(
 )
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import compiler, configs, dense_backward  # noqa: E402
+from fa_ops.backends.hopper import (
+    backward,  # noqa: E402
+    configs,
+)
+from fa_ops.backends.hopper.runtime import nvrtc
 from tests.compile_only.sass import disassembled, unwritten_uniform_registers  # noqa: E402
 
 FEATURES = {
@@ -25,8 +29,8 @@ WARPGROUPS = {"copies": 24, "values": 216, "keys": 208, "queries": 64}
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_products_are_asynchronous(name, tmp_path):
-    program = compiler.program("backward", "backward", _defines(**FEATURES[name]))
-    cubin, log = compiler.compile_source(program, "--ptxas-options=-v")
+    program = nvrtc.program("backward", "backward", _defines(**FEATURES[name]))
+    cubin, log = nvrtc.compile_source(program, "--ptxas-options=-v")
     sass = disassembled(cubin, tmp_path)
     # ptxas gives up the registers of each warpgroup (C7507), or runs products one by one (C7510 to
     # C7515), where they are too few
@@ -41,7 +45,7 @@ def test_products_are_asynchronous(name, tmp_path):
 
 
 def test_warpgroups_have_all_registers():
-    source = compiler.program("backward", "backward", _defines()).headers[0][1]
+    source = nvrtc.program("backward", "backward", _defines()).headers[0][1]
     found = re.findall(r"register_(?:de)?alloc<(\d+)>", source)
     assert sorted(map(int, found)) == sorted(WARPGROUPS.values())
     assert sum(WARPGROUPS.values()) * 128 == 1 << 16
@@ -52,7 +56,7 @@ def paired():
 
 
 def _defines(**features):
-    return dense_backward.kernel_defines(paired(), torch.bfloat16, **features)
+    return backward.kernel_defines(paired(), torch.bfloat16, **features)
 
 
 def test_shared_memory_fits():

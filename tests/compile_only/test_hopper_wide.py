@@ -10,13 +10,8 @@ pytest.importorskip(
 )
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import (  # noqa: E402
-    compiler,
-    configs,
-    dense_backward,
-    dense_forward,
-    launch,
-)
+from fa_ops.backends.hopper import backward, configs, forward
+from fa_ops.backends.hopper.runtime import launch, nvrtc
 from tests.compile_only.test_hopper import assert_clean, compiled_entries, steps  # noqa: E402
 
 FEATURES = {
@@ -30,7 +25,7 @@ FEATURES = {
 def test_forward(dims, name, tmp_path):
     config = configs.forward_config(*dims)
     assert config.shared_bytes() <= configs.SHARED_LIMIT
-    defines = dense_forward.kernel_defines(config, torch.bfloat16, **FEATURES[name])
+    defines = forward.kernel_defines(config, torch.bfloat16, **FEATURES[name])
     entries = [launch.Entry("forward_wide", 0)]
     sass, log = compiled_entries(tmp_path, "forward_wide", entries, defines)
     assert_clean(log)
@@ -53,7 +48,7 @@ BACKWARD_FEATURES = {
 def test_backward(name, tmp_path):
     config = configs.backward_config(512, 320)
     assert config.shared_bytes == config.query_shared_bytes <= configs.SHARED_LIMIT
-    defines = dense_backward.kernel_defines(config, torch.bfloat16, **BACKWARD_FEATURES[name])
+    defines = backward.kernel_defines(config, torch.bfloat16, **BACKWARD_FEATURES[name])
     for entry in config.products:
         sass, log = compiled_entries(tmp_path, "backward", [launch.Entry(entry, 0)], defines)
         assert_clean(log)
@@ -62,16 +57,14 @@ def test_backward(name, tmp_path):
         # scores: one product per 16 features; gradients: one per 16 tokens for a quarter
         assert sass.count("HGMMA") == steps(512) + 2 * 4
         assert sass.count("WARPGROUP.DEPBAR") == 3
-        source = compiler.program("backward", entry, defines).headers[0][1]
+        source = nvrtc.program("backward", entry, defines).headers[0][1]
         copies, scores, gradients = map(int, re.findall(r"register_(?:de)?alloc<(\d+)>", source))
         assert copies + scores + 2 * gradients == 512
 
 
 def test_wide_heads_fit_the_other_kernels_of_the_backward_pass(tmp_path):
     config = configs.backward_config(512, 512)
-    defines = dense_backward.kernel_defines(
-        config, torch.float16, window=True, ranges=True, split=True
-    )
+    defines = backward.kernel_defines(config, torch.float16, window=True, ranges=True, split=True)
     entries = [launch.Entry(name, 0) for name in ("preprocess", "clip_ranges", "postprocess")]
     _, log = compiled_entries(tmp_path, "backward", entries, defines)
     assert_clean(log)

@@ -10,14 +10,14 @@ triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch  # noqa: E402
-from fa_ops.backends.triton.configs_decode import decode_tile  # noqa: E402
+from fa_ops.backends.triton.configs import decode_tile  # noqa: E402
 from tests.compile_only import sass  # noqa: E402
 from tests.compile_only.sass import SHARED, disassembled, innermost_loop, registers  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.decode")
 kernels = importlib.import_module("fa_ops.backends.triton.decode_kernels")
 dequantize = importlib.import_module("fa_ops.backends.triton.dequantize")
-append = importlib.import_module("fa_ops.backends.triton.decode_append")
+append = importlib.import_module("fa_ops.backends.triton.append")
 
 pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"

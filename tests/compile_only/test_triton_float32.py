@@ -11,8 +11,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import configs, float32_parts, launch  # noqa: E402
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
-from fa_ops.backends.triton.configs_backward import backward_tiles  # noqa: E402
-from fa_ops.types import Packing, Spec  # noqa: E402
+from fa_ops.backends.triton.configs import backward_tiles  # noqa: E402
+from fa_ops.call.options import (
+    Packing,
+    Spec,  # noqa: E402
+)
 from tests.compile_only.sass import assert_fits, disassembled, innermost_loop  # noqa: E402
 
 HOSTS = [importlib.import_module(f"fa_ops.backends.triton.{x}") for x in ("forward", "backward")]

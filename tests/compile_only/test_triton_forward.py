@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import arguments, launch  # noqa: E402
 from fa_ops.backends.triton.configs import forward_tile  # noqa: E402
-from fa_ops.types import Spec  # noqa: E402
+from fa_ops.call.options import Spec  # noqa: E402
 from tests.compile_only.sass import SHARED, assert_fits, disassembled, main_loop  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.forward")

@@ -9,12 +9,18 @@ triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from fa_ops.backends.triton import launch, quantize_kernel, quantized_kernel  # noqa: E402
+from fa_ops.backends.triton import (
+    eight_bit_kernels,  # noqa: E402
+    launch,
+)
 from fa_ops.backends.triton.configs import quantized_tile  # noqa: E402
-from fa_ops.types import Quantization, Spec  # noqa: E402
+from fa_ops.call.options import (
+    Quantization,
+    Spec,  # noqa: E402
+)
 from tests.compile_only.sass import assert_fits, disassembled  # noqa: E402
 
-host = importlib.import_module("fa_ops.backends.triton.quantized")
+host = importlib.import_module("fa_ops.backends.triton.eight_bit")
 
 pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
@@ -58,7 +64,7 @@ def attention(arch, D, dtype, kind):
         0.1, cap, eight.offset, sinks, lens, ranges, *strides, left, right,
     )  # fmt: skip
     tile = quantized_tile(arch, D)
-    kernel = quantized_kernel.quantized_kernel
+    kernel = eight_bit_kernels.quantized_kernel
     return launch.compile_kernel(
         kernel, args, host.attention_constants(eight, tile), tile.options(),
         GPUTarget("cuda", arch, 32), divisors=aligned(args, kernel.arg_names),
@@ -91,7 +97,7 @@ def test_quantisation_fits(arch, D, rotate, qk_dtype, tmp_path):
     first, second = host.quantise_constants(q, k, how, spec)
     target = GPUTarget("cuda", arch, 32)
     args = (k, k, sums, sums, *strides, *strides, Hkv, S, lens)
-    kernel = quantize_kernel.statistics_kernel
+    kernel = eight_bit_kernels.statistics_kernel
     hints = aligned(args, kernel.arg_names)
     compiled = launch.compile_kernel(kernel, args, first, {"num_warps": 4}, target, divisors=hints)
     assert_fits(compiled, arch, tmp_path)
@@ -101,7 +107,7 @@ def test_quantisation_fits(arch, D, rotate, qk_dtype, tmp_path):
         meta(B, Hq, S), *q.stride()[:3], *strides, *strides, B, Hq, Hq // Hkv, S, S, D, D, 0.1, 0.1,
         lens,
     )  # fmt: skip
-    kernel = quantize_kernel.quantize_kernel
+    kernel = eight_bit_kernels.quantize_kernel
     hints = aligned(args, kernel.arg_names)
     compiled = launch.compile_kernel(
         kernel, args, second, host.quantise_options(D), target, divisors=hints

@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch, short_rows  # noqa: E402
 from fa_ops.backends.triton.configs import holds_short_rows  # noqa: E402
-from fa_ops.types import Spec  # noqa: E402
+from fa_ops.call.options import Spec  # noqa: E402
 from tests.compile_only.sass import assert_fits, disassembled, main_loop  # noqa: E402
 
 pytestmark = pytest.mark.skipif(

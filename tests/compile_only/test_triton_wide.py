@@ -9,7 +9,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
 from fa_ops.backends.triton import launch  # noqa: E402
-from fa_ops.types import Spec  # noqa: E402
+from fa_ops.call.options import Spec  # noqa: E402
 from tests.compile_only import test_triton_backward as backward  # noqa: E402
 from tests.compile_only import test_triton_decode as decode  # noqa: E402
 from tests.compile_only import test_triton_forward as forward  # noqa: E402

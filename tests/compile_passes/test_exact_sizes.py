@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_passes.graph import axes
-from compile_passes.graph.ir import example
+from compile_passes.ir import axes
+from compile_passes.ir.graph import example
 from tests.compile_passes.helpers import check, qkv
 
 

@@ -17,8 +17,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.utils import fresh_cache
 
 import compile_passes
-from compile_passes.backend import fa_ops
-from compile_passes.install import HASHED_SOURCES, FusionPass
+from compile_passes.install import HASHED_SOURCES, FusionPass, fa_ops
 from tests.compile_passes.helpers import qkv, results
 
 CALL = "torch.ops.fa.attention.default("

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_passes.rewrite import mask_block_nodes
+from compile_passes.emit import masks
 from tests.compile_passes.helpers import Fusion, check, fuse, qkv
 
 LENGTH = 150  # more than a tile of the mask
@@ -81,7 +81,7 @@ def test_any_length_in_one_graph():
 @pytest.mark.parametrize("rows, device", [(1, "cpu"), (LENGTH, "hopper")])
 def test_calls_that_they_do_not_pay_for_have_none(inputs, rows, device, monkeypatch):
     if device == "hopper":
-        monkeypatch.setattr(mask_block_nodes, "mask_blocks_pay", lambda queries, mask: False)
+        monkeypatch.setattr(masks, "mask_blocks_pay", lambda queries, mask: False)
     q, k, v, mask = inputs
     fusion = check(attend, (q[:, :, :rows], k, v, mask[-rows:]))
     assert (made(fusion), given(fusion)) == (0, 0)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import fa_ops
 from fa_ops.backends import dropout, reference
+from fa_ops.call.options import Packing, Spec
 from fa_ops.distributed import balanced_layout, context_parallel_attention, shard, unshard
 from fa_ops.testing.budget import _farthest, _with_rounding, assert_within_budget, naive
 from fa_ops.testing.inputs import short_repr
-from fa_ops.types import Packing, Spec
 
 HALF = torch.bfloat16
 
@@ -276,4 +276,4 @@ def one_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0):
     if spec.dropout_p:
         words = dropout.words_of(spec.dropout_seed, *q.shape[:3], first_batch)
         spec = spec._replace(dropout_seed=words)
-    return torch.ops.fa.attention_with_lse(q, k, v, *spec[:3], **fa_ops.types.keywords(spec))
+    return torch.ops.fa.attention_with_lse(q, k, v, *spec[:3], **fa_ops.call.options.keywords(spec))

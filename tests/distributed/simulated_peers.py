@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fa_ops.distributed import peer_protocol, transports
+from fa_ops.distributed import peer_protocol, transport
 from fa_ops.distributed.peer_protocol import PeerProtocol
 
 
@@ -164,5 +164,5 @@ class FileMemory:
 
 def use_files() -> None:
     """Let all groups of this process exchange keys through files, where "nccl" is not asked for."""
-    transports._unsuitable = lambda device: None
-    transports._agree = lambda members, group, device, timeout: PeerProtocol(FileMemory(members))
+    transport._unsuitable = lambda device: None
+    transport._agree = lambda members, group, device, timeout: PeerProtocol(FileMemory(members))

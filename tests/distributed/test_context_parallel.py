@@ -17,20 +17,19 @@ from torch.utils.checkpoint import checkpoint
 import fa_ops
 from fa_ops.distributed import (
     SequenceLayout,
+    balance,
     balanced_layout,
     context_parallel_attention,
-    costs,
     exchange,
     explain_context_parallel,
     measure_link_rate,
-    plans,
-    requests,
+    ring_steps,
+    schedule,
     shard,
-    stepwise,
     ulysses,
     unshard,
-    whole_heads,
 )
+from fa_ops.distributed import arguments as requests
 from fa_ops.distributed import layout as layouts
 from tests.distributed.context_cases import ContextCase, assert_case_right
 from tests.distributed.random_calls import run_cases
@@ -261,8 +260,8 @@ def check_explanation() -> None:
 
 def chosen(rates: tuple, heads: tuple, **options) -> str:
     """The scheme that "auto" chooses on a machine with these rates."""
-    known = mock.patch.dict(costs._RATES, {"cpu": costs.Rates(*rates)})
-    with known, mock.patch.dict(costs._measured, clear=True):
+    known = mock.patch.dict(balance._RATES, {"cpu": balance.Rates(*rates)})
+    with known, mock.patch.dict(balance._measured, clear=True):
         return explain_context_parallel(*inputs(256, heads), **options).scheme
 
 
@@ -419,7 +418,7 @@ def check_failure() -> None:
     """
     rank, tensors, begin = dist.get_rank(), inputs(requires_grad=True), time.monotonic()
     group = dist.new_group(range(WORLD))
-    original, calls = stepwise.arguments, []
+    original, calls = ring_steps.arguments, []
 
     def arguments(*args):
         calls.append(args)
@@ -427,7 +426,7 @@ def check_failure() -> None:
             raise MemoryError("no memory")
         return original(*args)
 
-    with mock.patch.object(stepwise, "arguments", arguments):
+    with mock.patch.object(ring_steps, "arguments", arguments):
         kind, match = (MemoryError, "no memory") if rank == 1 else (RuntimeError, "step . of 4")
         with pytest.raises(kind, match=match):
             out = context_parallel_attention(*tensors, group, "ring", timeout=1.0)
@@ -440,7 +439,7 @@ def check_failure_of_heads() -> None:
     rank, tensors, begin = dist.get_rank(), inputs(requires_grad=True), time.monotonic()
     group = dist.new_group(range(WORLD))
     kind, match = RuntimeError, "step 2 of 2 .tokens' results. failed, another process may"
-    failing = mock.patch.object(whole_heads, "attend", side_effect=MemoryError("no memory"))
+    failing = mock.patch.object(ulysses, "attend", side_effect=MemoryError("no memory"))
     with contextlib.ExitStack() as stack:
         if rank == 1:
             stack.enter_context(failing)
@@ -479,7 +478,7 @@ def check_default_device() -> None:
     for scheme in ("ring", "ulysses", "all_gather"):
         for mask in ({"cu_seqlens": ENDS}, {"alibi_slopes": slopes}):
             expected = context_parallel_attention(q, k, v, None, scheme, **mask, **options)
-            plans._plans.clear(), plans._kept.clear(), requests._known.clear()
+            schedule._plans.clear(), schedule._kept.clear(), requests._known.clear()
             with torch.device("meta"):
                 found = context_parallel_attention(q, k, v, None, scheme, **mask, **options)
             assert torch.equal(found, expected)

@@ -14,9 +14,8 @@ from fa_ops.distributed import (
     context_parallel_attention,
     exchange,
     explain_context_parallel,
-    operators,
-    peer_exchange,
-    transports,
+    step_calls,
+    transport,
 )
 from tests.distributed.context_cases import ContextCase, assert_case_right
 from tests.distributed.random_calls import run_cases
@@ -106,8 +105,8 @@ def check_failure() -> None:
     tensors, rank = inputs(True), dist.get_rank()
     expected = step(tensors, "ring", transport="nccl")
     failing = [
-        mock.patch.object(peer_exchange, "tokens_first", side_effect=MemoryError("no memory")),
-        mock.patch.object(operators, "backward", side_effect=MemoryError("no memory")),
+        mock.patch.object(transport, "tokens_first", side_effect=MemoryError("no memory")),
+        mock.patch.object(step_calls, "backward", side_effect=MemoryError("no memory")),
     ]
     for is_backward, fails in enumerate(failing):
         out = context_parallel_attention(*tensors, None, "ring", is_causal=True)
@@ -137,7 +136,7 @@ def check_choice() -> None:
     explain = functools.partial(explain_context_parallel, *inputs(), None, "ring")
     assert explain().transport == "peer" and "transport: peer" in str(explain())
     assert explain(transport="nccl").transport == "gloo"
-    with mock.patch.object(transports, "_unsuitable", lambda device: "of a reason"):
+    with mock.patch.object(transport, "_unsuitable", lambda device: "of a reason"):
         assert explain().transport == "gloo, as of a reason"
         context_parallel_attention(*inputs(), None, "ring")
         with pytest.raises(NotImplementedError, match="'peer' cannot be used: of a reason"):

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from fa_ops.distributed import peer_watch
+from fa_ops.distributed import peer_memory
+from fa_ops.distributed.peer_memory import Watch
 from fa_ops.distributed.peer_protocol import GRADIENTS, KEYS, KEYS_AGAIN, KINDS, PeerProtocol
-from fa_ops.distributed.peer_watch import Watch
 from tests.distributed.simulated_peers import SimulatedStreams, StreamMemory
 
 SIZE, COUNT = 3, 4  # processes, and values that a process stages for each other one
@@ -177,7 +177,7 @@ def test_keys_of_both_passes_share_memory_and_gradients_have_their_own():
 
 def test_a_pass_that_does_not_end_in_time_ends_the_process():
     first, last = (mock.Mock(**{"query.return_value": False}) for _ in range(2))
-    with mock.patch.object(peer_watch, "_end") as end, mock.patch.object(time, "monotonic") as now:
+    with mock.patch.object(peer_memory, "_end") as end, mock.patch.object(time, "monotonic") as now:
         watch, now.return_value = Watch(10.0), 0.0
         watch.look()
         watch.latest = first

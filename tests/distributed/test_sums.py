@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_ops.distributed.sums import TokenSum, parts_of
+from fa_ops.distributed.partial_sums import TokenSum, parts_of
 
 PLACES = {
     "all tokens, then some": [(0, 12), (4, 9)],

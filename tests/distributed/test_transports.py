@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fa_ops.distributed import peer_memory, transports
+from fa_ops.distributed import peer_memory, transport
 from fa_ops.distributed.layout import Members
 
 DEVICE = torch.device("cuda", 0)
@@ -18,14 +18,14 @@ ONE_HOST = ["a GPU-0", "a GPU-1"]
 def agree(*answers, memory=None, no_access=None):
     """What process 0 of two concludes, given what both show in each exchange."""
     with (
-        mock.patch.object(transports, "_host", return_value="a"),
-        mock.patch.object(transports, "_uuid", return_value="GPU-0"),
-        mock.patch.object(transports, "_no_access", return_value=no_access),
+        mock.patch.object(transport, "_host", return_value="a"),
+        mock.patch.object(transport, "_uuid", return_value="GPU-0"),
+        mock.patch.object(transport, "_no_access", return_value=no_access),
         mock.patch.object(peer_memory, "error", return_value=None),
         mock.patch.object(peer_memory, "PeerMemory", side_effect=memory),
-        mock.patch.object(transports.agreement, "exchanged", side_effect=answers) as exchanged,
+        mock.patch.object(transport.handshake, "exchanged", side_effect=answers) as exchanged,
     ):
-        found = transports._agree(Members(None, 0, 2), mock.Mock(), DEVICE, None)
+        found = transport._agree(Members(None, 0, 2), mock.Mock(), DEVICE, None)
         assert exchanged.call_count == len(answers)
         return found, [call.args[1] for call in exchanged.call_args_list]
 
@@ -75,6 +75,6 @@ def test_access_to_the_memory_of_others(uuids, access, reason):
     with (
         mock.patch.object(torch.cuda, "device_count", return_value=2),
         mock.patch.object(torch.cuda, "can_device_access_peer", return_value=access),
-        mock.patch.object(transports, "_uuid", lambda device: f"u{device.index}"),
+        mock.patch.object(transport, "_uuid", lambda device: f"u{device.index}"),
     ):
-        assert transports._no_access(DEVICE, uuids) == reason
+        assert transport._no_access(DEVICE, uuids) == reason

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import fa_ops
-from compile_passes.backend import fa_ops as fused_backend
+from compile_passes.install import fa_ops as fused_backend
 
 # name: (attn_implementation, whether the pass runs)
 IMPLEMENTATIONS = {

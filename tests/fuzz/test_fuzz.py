@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fa_ops.cli.fuzz_cases import Target, refusal, strict
-from fa_ops.testing import Arena, assert_right, draws
+from fa_ops.cli.fuzz import Target, refusal, strict
+from fa_ops.testing import Arena, assert_right, random_calls
 from tests.fuzz.strategies import cases
 
 BACKEND = os.environ.get("FA_OPS_FUZZ_BACKEND", "cpu")
@@ -45,7 +45,7 @@ def fuzz(strategy: st.SearchStrategy, share: float, arena: bool = False) -> None
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     @given(strategy)
-    def compare(case: draws.AnyCase) -> None:
+    def compare(case: random_calls.AnyCase) -> None:
         hypothesis.assume(refusal(BACKEND, case) is None)
         assert_right(case, BACKEND, Arena() if arena else None, repeated=arena)
 
@@ -68,7 +68,7 @@ def test_packed(dtype):
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("kind", draws.KINDS)
+@pytest.mark.parametrize("kind", random_calls.KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_edge_cases(kind, dtype):
     """Extreme options, NaN and Inf, invalid lengths, overlapping memory."""

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from fa_ops import dispatch
+from fa_ops.plans import dispatch
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton", "hopper"])

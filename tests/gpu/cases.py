@@ -11,19 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
-from fa_ops import dispatch, planning
 from fa_ops.backends import hopper, reference
-from fa_ops.backends.hopper import (
-    decode,
-    dense_backward,
-    dense_forward,
-    mla,
-    quantized,
-    quantized_packed,
-)
-from fa_ops.call import CACHED, DENSE, Call
+from fa_ops.backends.hopper import backward, decode, eight_bit, forward, mla
+from fa_ops.call.call import CACHED, DENSE, Call
+from fa_ops.call.options import Cache, Spec
+from fa_ops.plans import dispatch, planning
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
-from fa_ops.types import Cache, Spec
 
 DIMS = ((64, 64), (128, 128), (96, 96), (72, 72), (128, 64), (192, 128), (192, 192), (256, 256))
 UNBOUNDED = 1 << 20
@@ -64,7 +57,7 @@ def few_processors(count: int) -> Iterator[None]:
 @contextlib.contextmanager
 def pairs_of_ctas() -> Iterator[None]:
     """Backward passes of D 256 by pairs of CTAs, also where two passes are faster."""
-    with mock.patch.object(dense_backward, "prefers_pairs", lambda *args: True):
+    with mock.patch.object(backward, "prefers_pairs", lambda *args: True):
         _clear_plans()
         yield
     _clear_plans()
@@ -74,8 +67,8 @@ def pairs_of_ctas() -> Iterator[None]:
 def all_tiles() -> Iterator[None]:
     """Kernels that visit all tiles between the first and the last that `mask_blocks` list."""
     with (
-        mock.patch.object(dense_forward, "skipped_lists", lambda spec: None),
-        mock.patch.object(dense_backward, "skipped_lists", lambda spec: None),
+        mock.patch.object(forward, "skipped_lists", lambda spec: None),
+        mock.patch.object(backward, "skipped_lists", lambda spec: None),
     ):
         _clear_plans()
         yield
@@ -85,7 +78,7 @@ def all_tiles() -> Iterator[None]:
 def _clear_plans() -> None:
     """Drop plans that another number of processors, or another kernel, was chosen for."""
     planning.forget()
-    for module in (decode, dense_backward, dense_forward, mla, quantized, quantized_packed):
+    for module in (decode, backward, forward, mla, eight_bit, eight_bit):
         for name in ("_plan", "_family"):
             if hasattr(module, name):
                 getattr(module, name).cache_clear()

@@ -5,14 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import dense_backward, dense_forward, packed, packed_backward
-from fa_ops.types import Cache, Spec
+from fa_ops.backends.hopper import backward as dense_backward
+from fa_ops.backends.hopper import forward as dense_forward
+from fa_ops.backends.hopper import packed
+from fa_ops.call.options import Cache, Spec
 
 support_error = hopper.support_error
 cache_error = hopper.cache_error
 backward = dense_backward.backward
 varlen_forward = packed.forward
-varlen_backward = packed_backward.backward
+varlen_backward = packed.backward
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,10 @@ import functools
 
 import torch
 
-from fa_ops.backends.hopper import configs, dense_backward
+from fa_ops.backends.hopper import backward, configs
 from fa_ops.bench.problems import PRESETS, Problem
 from fa_ops.bench.timing import Run, device_times
-from fa_ops.types import Spec
+from fa_ops.call.options import Spec
 from tests.gpu import hopper_calls
 from tests.kernels import relative_error
 
@@ -37,11 +37,11 @@ def runs_of(problem: Problem, deterministic: bool) -> tuple[dict[str, Run], int]
     choose, chosen = configs.group_parts, []
     runs, first = {}, None
     for parts in (n for n in range(1, group + 1) if group % n == 0):
-        plan = functools.lru_cache(dense_backward.BackwardPlan)
+        plan = functools.lru_cache(backward.BackwardPlan)
 
         def timed(_, parts=parts, plan=plan):
-            dense_backward._plan = plan
-            dense_backward.group_parts = lambda *of: chosen.append(choose(*of)) or parts
+            backward._plan = plan
+            backward.group_parts = lambda *of: chosen.append(choose(*of)) or parts
             return hopper_calls.backward(grad, None, q, k, v, out, lse, spec)
 
         runs[str(parts)] = Run(timed)

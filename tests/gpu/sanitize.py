@@ -29,15 +29,15 @@ from unittest import mock
 import torch
 
 import fa_ops
-from fa_ops.backends.hopper import dense_backward
+from fa_ops.backends.hopper import backward as dense_backward
 from fa_ops.backends.triton import configs
-from fa_ops.cli.fuzz_cases import refusal
-from fa_ops.testing import PackedCase, draws, make_case, random_case
+from fa_ops.call.options import Packing, Spec, keywords
+from fa_ops.cli.fuzz import refusal
+from fa_ops.testing import PackedCase, make_case, random_calls, random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
 from fa_ops.testing.caches import call as call_cached
 from fa_ops.testing.quantized import call as call_quantized
 from fa_ops.testing.quantized import random_quantized_case
-from fa_ops.types import Packing, Spec, keywords
 from tests.gpu import hopper_calls
 from tests.gpu.cases import few_processors, pairs_of_ctas
 
@@ -247,7 +247,7 @@ def run_broken(backend: str, first: int, step: int) -> int:
     for number in range(first, 400, step):
         pick = random.Random(number).choice
         kind = ("packed", "cached", "dense")[number % 3]
-        family = draws.family(pick, kind, HALF, edges=True)
+        family = random_calls.family(pick, kind, HALF, edges=True)
         case = family.case(pick, "cuda") if family.fields.get("broken") else None
         if case is not None and refusal(backend, case) is None:
             call(case, backend, backward=True)
@@ -260,7 +260,7 @@ def run_forward(backend: str, first: int, step: int) -> int:
     calls = 0
     for number in range(first, 150, step):
         pick = random.Random(number).choice
-        family = draws.family(pick, ("dense", "cached", "packed")[number % 3], HALF, False)
+        family = random_calls.family(pick, ("dense", "cached", "packed")[number % 3], HALF, False)
         case = family.case(pick, "cuda")
         if refusal(backend, case) is None:
             call(case, backend, backward=False)
@@ -325,7 +325,7 @@ def run_tiles(backend: str, first: int, step: int) -> int:
     return calls
 
 
-def call(case: draws.AnyCase, backend: str, backward: bool) -> None:
+def call(case: random_calls.AnyCase, backend: str, backward: bool) -> None:
     """Call the operator, so that the host code of the backend runs too."""
     if isinstance(case, CacheCase):
         q, k, v, cache, spec = case.fresh()

@@ -19,11 +19,11 @@ from fa_ops.distributed import (
     balanced_layout,
     context_parallel_attention,
     measure_link_rate,
+    ring_steps,
     shard,
-    stepwise,
-    transports,
     unshard,
 )
+from fa_ops.distributed import transport as transports
 
 WORLD, DEVICE, TOKENS = 2, "cuda", 2048
 ENDS = [0, 100, 700, 701, 1500, TOKENS]
@@ -190,7 +190,7 @@ def check_failure() -> None:
     expected = step(tensors, "ring", "nccl")
     out = context_parallel_attention(*tensors, None, "ring", is_causal=True, transport="peer")
     if dist.get_rank() == 1:
-        fails = mock.patch.object(stepwise, "_gradients", side_effect=MemoryError("no memory"))
+        fails = mock.patch.object(ring_steps, "_gradients", side_effect=MemoryError("no memory"))
         with fails, pytest.raises(MemoryError):
             torch.autograd.grad(out.float().sum(), tensors)
     else:

@@ -10,8 +10,8 @@ import torch
 
 import fa_ops
 from fa_ops.backends import dropout, hopper
+from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import Case, PackedCase
-from fa_ops.types import Packing, Spec
 from tests.gpu import hopper_calls
 from tests.gpu.cases import (
     UNBOUNDED,

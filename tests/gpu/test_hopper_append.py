@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch, planning
 from fa_ops.backends import hopper, reference, triton
-from fa_ops.backends.hopper import append
-from fa_ops.call import CACHED, Call
-from fa_ops.testing.arena import Arena
+from fa_ops.backends.hopper import decode
+from fa_ops.call.call import CACHED, Call
+from fa_ops.plans import dispatch, planning
+from fa_ops.testing.allocators import Arena
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from tests.kernels import relative_error
 
@@ -138,7 +138,7 @@ def test_writes_what_the_triton_kernel_writes(seed):
     q, cache = moved(q, r.choice((0, 1, 8))), cache._replace(**changes)
     spec = spec._replace(kv_lens=lens)
     found = []
-    for prepare in (append.prepare, triton.prepare_append):
+    for prepare in (decode.prepare_append, triton.prepare_append):
         k2, v2 = (moved(t, t.storage_offset()) for t in (k, v))
         call = Call(CACHED, q, k2, v2, spec, cache=cache)
         queries, ends = prepare(call)(q, k2, v2, call.tensors)
@@ -250,7 +250,7 @@ def test_public_functions_select_the_kernel():
     assert dispatch.choose(planning.normalised(Call(CACHED, *given, spec, cache=cache))) is hopper
 
 
-@pytest.mark.parametrize("prepare", [append.prepare, triton.prepare_append])
+@pytest.mark.parametrize("prepare", [decode.prepare_append, triton.prepare_append])
 def test_new_numbers_that_are_not_finite(prepare):
     """In an e4m3 cache NaN stays NaN, and what is too large becomes the largest number."""
     case = CacheCase(fp8=True, dtype=torch.bfloat16, page_size=64, new=2, S=512, lens=(3, 300),

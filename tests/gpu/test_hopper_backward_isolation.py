@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fa_ops.backends import reference
-from fa_ops.types import Packing, Spec
+from fa_ops.call.options import Packing, Spec
 from tests.gpu import hopper_calls
 from tests.gpu.cases import few_processors
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.types import Spec
+from fa_ops.call.options import Spec
 from tests.gpu import hopper_calls
 from tests.gpu.cases import MaskedCase, check, masked_case, random_masked_case
 

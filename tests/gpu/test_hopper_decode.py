@@ -7,8 +7,8 @@ import torch
 
 import fa_ops
 from fa_ops.backends import hopper, reference
+from fa_ops.call.options import Cache, Spec
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
-from fa_ops.types import Cache, Spec
 from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen
 from tests.kernels import relative_error

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fa_ops.backends import reference
-from fa_ops.types import Packing, Spec
+from fa_ops.call.options import Packing, Spec
 from tests.gpu import hopper_calls
 from tests.kernels import relative_error
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends.hopper import dense_forward
+from fa_ops.backends.hopper import forward
 from fa_ops.testing import Case, assert_close_to_oracle, assert_right
 from fa_ops.testing.caches import CacheCase, assert_cache_close
 from tests.gpu.cases import few_processors
@@ -17,7 +17,7 @@ DIMS = (64, 128, 80, 96, 192, 256, 40)
 @pytest.fixture
 def parts(monkeypatch):
     """Cuts the keys of every call that allows it into 2 to 7 parts; the numbers are returned."""
-    found, choose = [], dense_forward.tiling_of
+    found, choose = [], forward.tiling_of
 
     def cut(config, shape, processors, can_pack, can_split):
         chosen = choose(config, shape, processors, can_pack, can_split)
@@ -25,7 +25,7 @@ def parts(monkeypatch):
         found.append(splits if can_split else 1)
         return chosen._replace(splits=found[-1])
 
-    monkeypatch.setattr(dense_forward, "tiling_of", cut)
+    monkeypatch.setattr(forward, "tiling_of", cut)
     return found
 
 

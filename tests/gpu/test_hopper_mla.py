@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fa_ops.backends import hopper
+from fa_ops.call.options import Cache, Spec
 from fa_ops.testing.caches import CacheCase, assert_cache_close
-from fa_ops.types import Cache, Spec
 from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from fa_ops.backends.hopper import dense_forward
+from fa_ops.backends.hopper import forward
 from fa_ops.testing import Arena, Case, assert_close_to_oracle, assert_right
 from fa_ops.testing.caches import CacheCase, assert_cache_close
 from tests.gpu.cases import few_processors
@@ -16,14 +16,14 @@ GROUPS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
 @pytest.fixture
 def packed(monkeypatch):
     """The numbers of heads that tiles of the calls have had."""
-    found, choose = [], dense_forward.tiling_of
+    found, choose = [], forward.tiling_of
 
     def noted(*args, **options):
         tiling = choose(*args, **options)
         found.append(tiling.config.packed_heads)
         return tiling
 
-    monkeypatch.setattr(dense_forward, "tiling_of", noted)
+    monkeypatch.setattr(forward, "tiling_of", noted)
     return found
 
 

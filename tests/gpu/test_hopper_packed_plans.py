@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import planning
 from fa_ops.backends import reference
+from fa_ops.call.options import Packing, Spec
+from fa_ops.plans import planning
 from fa_ops.testing import assert_within_budget, naive
-from fa_ops.types import Packing, Spec
 
 LENGTHS = (5, 0, 140, 51, 300)
 TOKENS = sum(LENGTHS) + 4  # two before the first sequence, two behind the last

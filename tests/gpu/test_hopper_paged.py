@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import planning
-from fa_ops.backends.hopper import dense_forward, paged
-from fa_ops.varlen import paged_kernel
+from fa_ops.backends.hopper import forward
+from fa_ops.functions import varlen
+from fa_ops.plans import planning
 from tests.gpu.cases import few_processors
 
 DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (40, 40))
@@ -17,13 +17,13 @@ DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (40, 40))
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
     """The calls that one kernel has run."""
-    ran, prepare = [], paged.prepare
+    ran, prepare = [], forward.prepare_paged
 
     def noted(call):
         run = prepare(call)
         return lambda *args: ran.append(1) or run(*args)
 
-    monkeypatch.setattr(paged, "prepare", noted)
+    monkeypatch.setattr(forward, "prepare_paged", noted)
     planning.forget()
     yield ran
     planning.forget()
@@ -85,13 +85,13 @@ def test_random(seed, native):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_parts_of_the_keys(seed, native, monkeypatch):
-    choose = dense_forward.tiling_of
+    choose = forward.tiling_of
 
     def cut(config, shape, processors, can_pack, can_split):
         chosen = choose(config, shape, processors, can_pack, can_split)
         return chosen._replace(splits=2 + seed % 4) if can_split else chosen
 
-    monkeypatch.setattr(dense_forward, "tiling_of", cut)
+    monkeypatch.setattr(forward, "tiling_of", cut)
     D, Dv = DIMS[seed % 6]
     args, options, sequences = drawn(seed, D, Dv, 16 << seed % 3, (4, 1, 7)[seed % 3])
     options |= options_of(seed, args[0].shape[1], sequences)
@@ -126,7 +126,7 @@ def test_other_backends_attend_tiles_of_a_cache(native):
     assert not native
     args, options, _ = drawn(1, 64, 64, 8, 4)  # pages that the kernel does not take
     assert_as_the_oracle(args, options)
-    assert not native and paged_kernel._refused
+    assert not native and varlen._refused
 
 
 def test_autocast_keeps_the_kernel(native):

@@ -7,9 +7,9 @@ import torch
 
 import fa_ops
 from fa_ops.backends import hopper, reference
-from fa_ops.backends.hopper import prefill
+from fa_ops.backends.hopper import forward
+from fa_ops.call.options import Cache, Spec
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
-from fa_ops.types import Cache, Spec
 from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen, few_processors
 from tests.kernels import relative_error
@@ -21,7 +21,7 @@ READS = {"rotary": 0, "fp8": False, "new": 0, "num_splits": 0, "batch_invariant"
 
 def check(case):
     inputs = case.fresh()
-    assert hopper.cache_error(*inputs) is None and hopper._cache_module(*inputs[:4]) is prefill
+    assert hopper.cache_error(*inputs) is None and hopper._cache_module(*inputs[:4]) is forward
     assert_cache_close(case, "hopper")
 
 
@@ -107,13 +107,13 @@ def test_one_cuda_graph_serves_every_length():
 
 @pytest.mark.parametrize("changes", [{}, {"page_size": 64}, {"page_size": 16, "rotary": 32}])
 def test_new_keys_are_written_before(changes, monkeypatch):
-    attended, prepare = [], prefill.prepare
+    attended, prepare = [], forward.prepare_cached
 
     def prepare_and_note(call):
         run = prepare(call)
         return lambda *args: attended.append(1) or run(*args)
 
-    monkeypatch.setattr(prefill, "prepare", prepare_and_note)
+    monkeypatch.setattr(forward, "prepare_cached", prepare_and_note)
     assert_cache_close(
         CacheCase(B=2, Hq=64, Hkv=8, Sq=256, S=1024, D=64, Dv=64, dtype=torch.bfloat16, new=256,
                   device="cuda", is_causal=True, lens=(768, 5), **changes), "auto",

@@ -5,10 +5,10 @@ import torch
 
 import fa_ops
 from fa_ops.backends import mask_blocks
-from fa_ops.backends.hopper import dense_forward
+from fa_ops.backends.hopper import forward
+from fa_ops.call.options import Spec
 from fa_ops.testing import assert_close_to_oracle, make_case
-from fa_ops.testing.tiles import fill_some
-from fa_ops.types import Spec
+from fa_ops.testing.inputs import fill_some
 from tests.gpu.cases import DIMS, all_tiles, few_processors, random_masked_case
 
 TILE = 128
@@ -78,12 +78,12 @@ def test_bits_of_results_are_those_without_skipping(Sq, Sk, dtype):
     q, k, v = inputs(128, Sq, Sk)
     mask = filled(Sq, Sk, dtype)
     spec = Spec(attn_mask=mask, mask_blocks=fa_ops.mask_blocks(mask))
-    found = dense_forward.forward(q, k, v, spec)
+    found = forward.forward(q, k, v, spec)
     with all_tiles():
-        expected = dense_forward.forward(q, k, v, spec)
+        expected = forward.forward(q, k, v, spec)
     assert all(torch.equal(x, y) for x, y in zip(found, expected))
     for _ in range(20):
-        again = dense_forward.forward(q, k, v, spec)
+        again = forward.forward(q, k, v, spec)
         assert all(torch.equal(x, y) for x, y in zip(again, expected))
 
 

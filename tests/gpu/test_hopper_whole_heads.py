@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import dense_backward
+from fa_ops.backends.hopper import backward
 from fa_ops.testing import Arena, Case, assert_right, random_case
 from tests.gpu import hopper_calls
 from tests.gpu import test_hopper_backward_isolation as isolation
@@ -25,10 +25,10 @@ def taken(request, monkeypatch):
     Parameters are their number, and whether the products sum rows themselves.
     """
     processors, sums_rows = request.param
-    answers, rule = [], dense_backward.prefers_whole_heads
-    monkeypatch.setattr(dense_backward, "prefers_own_row_sums", lambda *args: sums_rows)
+    answers, rule = [], backward.prefers_whole_heads
+    monkeypatch.setattr(backward, "prefers_own_row_sums", lambda *args: sums_rows)
     monkeypatch.setattr(
-        dense_backward,
+        backward,
         "prefers_whole_heads",
         lambda *args: answers.append(rule(*args)) or answers[-1],
     )
@@ -121,7 +121,7 @@ def test_nan_and_inf(feature, D, operand, taken):
 )
 def test_two_slots_for_keys(changes, D, monkeypatch):
     """Also of CTAs that take blocks of keys of several heads, and parts of a group's queries."""
-    monkeypatch.setattr(dense_backward, "prefers_whole_heads", lambda *args: False)
+    monkeypatch.setattr(backward, "prefers_whole_heads", lambda *args: False)
     base = Case(
         B=2, Hq=6, Hkv=6, Sq=300, Sk=450, D=D, Dv=D, dtype=torch.bfloat16, device="cuda", **changes
     )

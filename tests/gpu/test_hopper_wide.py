@@ -5,8 +5,8 @@ import torch
 
 import fa_ops
 from fa_ops.backends import hopper, reference
+from fa_ops.call.options import Spec
 from fa_ops.testing import Case, assert_close_to_oracle
-from fa_ops.types import Spec
 from tests.gpu import hopper_calls
 
 pytestmark = pytest.mark.skipif(hopper.available_error() is not None, reason="needs a Hopper GPU")

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import checks, planning
 from fa_ops.backends import reference
+from fa_ops.call import checks
+from fa_ops.call.options import Spec
 from fa_ops.ops import kv_cache
+from fa_ops.plans import planning
 from fa_ops.testing import assert_within_budget, naive
-from fa_ops.types import Spec
 
 CASES = ("contiguous", "paged", "latent", "append")
 

@@ -8,7 +8,8 @@ import torch
 
 import fa_ops
 from fa_ops.backends import quantization, reference
-from fa_ops.cli.fuzz_cases import refusal
+from fa_ops.call.options import Quantization
+from fa_ops.cli.fuzz import refusal
 from fa_ops.testing import make_case
 from fa_ops.testing.quantized import (
     QuantizedCase,
@@ -16,7 +17,6 @@ from fa_ops.testing.quantized import (
     call,
     random_quantized_case,
 )
-from fa_ops.types import Quantization
 from tests.dominant_keys import POSITIONS, relative_error
 from tests.gpu.cases import few_processors
 from tests.quantized_calls import call_of, public_call, run
@@ -97,7 +97,7 @@ def test_scales_of_heads_are_those_of_their_blocks_and_channels(D, sign):
 
 
 def test_numbers_are_those_of_the_definition():
-    from fa_ops.backends.triton.quantized import quantise
+    from fa_ops.backends.triton.eight_bit import quantise
 
     q, k, v, how, spec = QuantizedCase(
         make_case(Sq=200, Sk=3000, D=128, Dv=64, device="cuda", dtype=torch.bfloat16), key_mean=2.0

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import planning
-from fa_ops.backends.hopper import quantized_packed
+from fa_ops.backends.hopper import eight_bit
+from fa_ops.plans import planning
 from fa_ops.testing import make_case
 from fa_ops.testing.quantized import QuantizedCase, assert_quantized_right, random_quantized_case
 from tests.gpu.cases import few_processors
@@ -20,9 +20,9 @@ E4M3 = torch.float8_e4m3fn
 @pytest.fixture(autouse=True)
 def ran(monkeypatch):
     """The plan of each call that the kernels ran."""
-    plans, run = [], quantized_packed.PackedPlan.run
+    plans, run = [], eight_bit.PackedPlan.run
     monkeypatch.setattr(
-        quantized_packed.PackedPlan,
+        eight_bit.PackedPlan,
         "run",
         lambda self, *args: plans.append(self) or run(self, *args),
     )
@@ -96,7 +96,7 @@ def test_many_short_sequences(ran, monkeypatch):
     tensors, ends, one = batch(lengths, keys)
     out, lse = attend(tensors, ends, one, is_causal=True)
     assert len(ran) == 1
-    monkeypatch.setattr(quantized_packed, "support_error", lambda call: "not in this test")
+    monkeypatch.setattr(eight_bit, "packed_error", lambda call: "not in this test")
     planning.forget()
     wanted, wanted_lse = attend(
         tensors, ends, one, is_causal=True, max_seqlen_q=81, max_seqlen_k=95

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fa_ops.backends import triton as backend
+from fa_ops.call.options import Spec
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
-from fa_ops.types import Spec
 from tests.kernels import DTYPES
 
 

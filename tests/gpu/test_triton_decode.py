@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import planning
 from fa_ops.backends import reference
 from fa_ops.backends.triton import decode
+from fa_ops.call.options import Cache, Spec
+from fa_ops.plans import planning
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
-from fa_ops.types import Cache, Spec
 from tests.kernels import DTYPES, assert_batch_invariant, relative_error
 
 

@@ -6,8 +6,8 @@ import torch
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import configs, float32_parts, launch
+from fa_ops.call.options import Spec
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
-from fa_ops.types import Spec
 from tests.kernels import relative_error
 
 DIMS = [(16, 16), (32, 32), (40, 24), (64, 64), (128, 128), (72, 128)]

@@ -11,8 +11,8 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
+from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
-from fa_ops.types import Packing, Spec
 from tests.kernels import DTYPES, assert_merges, assert_merges_into, relative_error
 
 host = importlib.import_module("fa_ops.backends.triton.forward")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fa_ops.backends import triton
-from fa_ops.call import CACHED, Call
+from fa_ops.call.call import CACHED, Call
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -8,7 +8,7 @@ import torch
 import fa_ops
 from fa_ops.backends.triton import short_rows
 from fa_ops.testing import assert_close_to_oracle, assert_right, make_case
-from fa_ops.testing.layouts import GRAD_LAYOUTS, LAYOUTS
+from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS
 
 HALF = (torch.bfloat16, torch.float16)
 # few classes of kernels, as each is compiled: (D, Dv, mask_shape)

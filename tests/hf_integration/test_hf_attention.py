@@ -8,8 +8,8 @@ from torch import nn
 
 import fa_ops
 from fa_ops.backends import reference
+from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import make_case
-from fa_ops.types import Packing, Spec
 from hf_integration import encodings, fa_ops_attention_forward, operators
 
 CASE = make_case(B=2, Hq=4, Hkv=2, Sq=12, Sk=12, D=16, Dv=24)

@@ -13,7 +13,7 @@ from tiny_models import build, padding, switch, tokens
 from transformers import DynamicCache
 
 import hf_integration
-from fa_ops import planning
+from fa_ops.plans import planning
 from hf_integration import decoding, masks
 
 NEW = 6

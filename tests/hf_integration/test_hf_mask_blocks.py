@@ -7,7 +7,7 @@ import torch
 from tiny_models import build, switch, tokens
 
 import fa_ops
-from hf_integration import mask_blocks
+from hf_integration import operators
 
 LENGTH = 150  # more than a tile of the mask
 
@@ -17,7 +17,7 @@ def made(monkeypatch):
     """The masks that were read, one after the other."""
     masks, make = [], fa_ops.mask_blocks
     monkeypatch.setattr(fa_ops, "mask_blocks", lambda mask: masks.append(mask) or make(mask))
-    monkeypatch.setattr(mask_blocks, "_memo", mask_blocks.PerTensorMemo())
+    monkeypatch.setattr(operators, "_memo", operators.PerTensorMemo())
     return masks
 
 

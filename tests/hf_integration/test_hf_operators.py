@@ -8,8 +8,8 @@ from torch import nn
 
 import fa_ops
 from fa_ops.backends import reference
+from fa_ops.call.options import Spec
 from fa_ops.testing import make_case
-from fa_ops.types import Spec
 from hf_integration import attention, encodings, fa_ops_attention_forward, operators
 
 LENS = torch.tensor([5, 9])

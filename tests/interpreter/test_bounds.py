@@ -9,9 +9,9 @@ import torch
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
-from fa_ops.testing.arena import Arena
+from fa_ops.call.options import Packing, Spec
+from fa_ops.testing.allocators import Arena
 from fa_ops.testing.caches import CacheCase
-from fa_ops.types import Packing, Spec
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),

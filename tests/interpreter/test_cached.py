@@ -5,13 +5,13 @@ import importlib
 import pytest
 import torch
 
-from fa_ops import dispatch
 from fa_ops.backends import conversion, cpu, reference, triton
 from fa_ops.backends.triton import launch
-from fa_ops.call import CACHED, Call
-from fa_ops.testing import broken_caches
+from fa_ops.call.call import CACHED, Call
+from fa_ops.call.options import Cache, Spec
+from fa_ops.plans import dispatch
+from fa_ops.testing import caches as broken_caches
 from fa_ops.testing.caches import CacheCase, assert_cache_close, call
-from fa_ops.types import Cache, Spec
 
 cached = importlib.import_module("fa_ops.backends.triton.cached")
 

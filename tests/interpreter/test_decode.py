@@ -8,10 +8,10 @@ import torch
 
 from fa_ops.backends import reference, triton
 from fa_ops.backends.triton import launch
-from fa_ops.call import CACHED, DENSE, Call
+from fa_ops.call.call import CACHED, DENSE, Call
+from fa_ops.call.options import Cache, Spec
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
-from fa_ops.types import Cache, Spec
 from tests.kernels import assert_batch_invariant
 
 decode = importlib.import_module("fa_ops.backends.triton.decode")

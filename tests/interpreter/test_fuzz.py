@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fa_ops.backends.triton import launch
-from fa_ops.cli.fuzz_cases import KINDS, Target, family_of, has_gradients, refusal, strict
+from fa_ops.cli.fuzz import KINDS, Target, family_of, has_gradients, refusal, strict
 from fa_ops.testing import Arena, CacheCase, PackedCase, assert_right
-from fa_ops.testing.draws import AnyCase
 from fa_ops.testing.quantized import QuantizedCase
+from fa_ops.testing.random_calls import AnyCase
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),

@@ -8,8 +8,8 @@ import torch
 from fa_ops.backends import mask_blocks, reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
+from fa_ops.call.options import Spec
 from fa_ops.testing import assert_close_to_oracle, make_case
-from fa_ops.types import Spec
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),

@@ -8,9 +8,9 @@ import torch
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
+from fa_ops.call.options import MAX_LENGTH, Cache, Packing, Spec
 from fa_ops.testing import make_case
 from fa_ops.testing.caches import CacheCase
-from fa_ops.types import MAX_LENGTH, Cache, Packing, Spec
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),

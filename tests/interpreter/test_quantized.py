@@ -7,13 +7,13 @@ import torch
 
 from fa_ops.backends import quantization
 from fa_ops.backends.triton import launch
+from fa_ops.call.options import Quantization, Spec
 from fa_ops.testing import make_case
 from fa_ops.testing.quantized import QuantizedCase, assert_quantized_close, random_quantized_case
-from fa_ops.types import Quantization, Spec
 from tests.dominant_keys import relative_error
 from tests.quantized_calls import run
 
-host = importlib.import_module("fa_ops.backends.triton.quantized")
+host = importlib.import_module("fa_ops.backends.triton.eight_bit")
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),

@@ -6,19 +6,19 @@ import random
 import pytest
 import torch
 
-from fa_ops import planning
 from fa_ops.backends.triton import configs, launch, plan, short_rows
-from fa_ops.call import DENSE, Call, Saved
+from fa_ops.call.call import DENSE, Call, Saved
+from fa_ops.call.options import Spec
+from fa_ops.plans import planning
 from fa_ops.testing import (
     Arena,
     Case,
     assert_close_to_oracle,
     assert_right,
-    draws,
     make_case,
+    random_calls,
 )
-from fa_ops.testing.layouts import GRAD_LAYOUTS, LAYOUTS
-from fa_ops.types import Spec
+from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -170,12 +170,12 @@ def test_gpus_with_fewer_registers_for_it_hold_fewer_scores(monkeypatch):
 
 
 def test_random_calls_reach_them():
-    """Those of `fa_ops.testing.draws`, in each pass, at edges and elsewhere."""
+    """Those of `fa_ops.testing.random_calls`, in each pass, at edges and elsewhere."""
     for edges in (True, False):
         reached = set()
         for seed in range(300):
             pick = random.Random(seed).choice
-            family = draws.family(pick, "dense", (torch.float16,), edges)
+            family = random_calls.family(pick, "dense", (torch.float16,), edges)
             if family.sizes == "windows":
                 reached.update(kernels(family.case(pick)))
         assert reached == {FORWARD, BACKWARD, "backward"}

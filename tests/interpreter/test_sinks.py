@@ -10,10 +10,10 @@ import torch
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
-from fa_ops.types import Spec
+from fa_ops.call.options import Spec
 from tests import infinite_sinks
 
-kernel = importlib.import_module("fa_ops.backends.triton.forward_kernel")
+kernel = importlib.import_module("fa_ops.backends.triton.forward")
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),

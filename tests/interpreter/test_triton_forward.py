@@ -14,8 +14,8 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import arguments, launch
+from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
-from fa_ops.types import Packing, Spec
 from tests.kernels import alternating_dtype, assert_merges, assert_merges_into
 
 host = importlib.import_module("fa_ops.backends.triton.forward")

@@ -5,9 +5,9 @@ import torch
 
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
+from fa_ops.call.options import Spec
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case
 from fa_ops.testing.caches import CacheCase, assert_cache_close
-from fa_ops.types import Spec
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fa_ops.call.options import Packing, keywords
 from fa_ops.testing import Case, make_case
-from fa_ops.types import Packing, keywords
 
 EQUAL = {"B": 2, "Hq": 4, "Hkv": 2, "Sq": 5, "Sk": 7, "D": 8, "Dv": 8}
 SMALL = EQUAL | {"Dv": 4}

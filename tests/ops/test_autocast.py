@@ -7,8 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fa_ops
-from fa_ops import planning
 from fa_ops.ops import library, varlen
+from fa_ops.plans import planning
 from tests.ops.cases import CASES, dense_call, packed_call
 
 ENDS = torch.tensor([0, 3, 7], dtype=torch.int32)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch
-from fa_ops.call import general
+from fa_ops.call.call import general
+from fa_ops.plans import dispatch
 from tests.ops.cases import CASES, dense_call
 
 LENGTHS = (7, 8, 13, 16, 33)

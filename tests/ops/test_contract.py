@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa_ops import dispatch
-from fa_ops.call import general
+from fa_ops.call.call import general
 from fa_ops.ops import dense, merge, varlen
+from fa_ops.plans import dispatch
 from fa_ops.testing import assert_close_to_oracle
 from tests.ops.cases import CASES, dense_call, packed_call, packed_case
 

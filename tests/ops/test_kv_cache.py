@@ -10,9 +10,9 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
+from fa_ops.call.options import Cache
 from fa_ops.ops import kv_cache
 from fa_ops.testing.caches import CacheCase, arguments
-from fa_ops.types import Cache
 
 CASES = {
     "read": CacheCase(S=20),

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import planning
-from fa_ops.call import CACHED, DENSE, CacheTensors
-from fa_ops.ops import library, lookup
+from fa_ops.call.call import CACHED, DENSE, CacheTensors
+from fa_ops.call.options import NO_TENSORS
+from fa_ops.ops import eager, library
 from fa_ops.ops.library import Route
-from fa_ops.types import NO_TENSORS
+from fa_ops.plans import planning
 
 SCALARS = (False, 0.0, None, -1, -1, 0.0, False, None)
 
@@ -67,7 +67,7 @@ def kept(monkeypatch):
 def fresh(*call, kind=DENSE, has_gradient=True):
     """What is found without any earlier call."""
     planning.latest_calls.clear()
-    return lookup.find(kind, *call, has_gradient)
+    return eager.find(kind, *call, has_gradient)
 
 
 @pytest.mark.parametrize("first", CALLS)
@@ -76,7 +76,7 @@ def test_calls_that_are_not_alike_are_told_apart(first):
         expected = fresh(*CALLS[second])
         planning.latest_calls.clear()
         for name in (first, first, second, second, first, second):
-            found = lookup.find(DENSE, *CALLS[name], True)
+            found = eager.find(DENSE, *CALLS[name], True)
             if name == second:
                 assert found.route is expected.route and found.plan is expected.plan, second
 
@@ -85,7 +85,7 @@ def test_settings_tell_calls_apart(monkeypatch):
     call = CALLS["needs gradients"]
 
     def found():
-        return [lookup.find(DENSE, *call, True) for _ in range(3)]
+        return [eager.find(DENSE, *call, True) for _ in range(3)]
 
     recorded = found()
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_settings_tell_calls_apart(monkeypatch):
 
 
 def test_calls_without_gradients_have_no_plan_that_records():
-    found = lookup.find(CACHED, *CALLS["needs gradients"][:3], CacheTensors(LENS), SCALARS)
+    found = eager.find(CACHED, *CALLS["needs gradients"][:3], CacheTensors(LENS), SCALARS)
     assert found == (Route.RECORD, None, None)
 
 
@@ -120,20 +120,20 @@ def test_calls_without_gradients_have_no_plan_that_records():
 def test_repeated_calls_describe_no_geometry(monkeypatch, names):
     calls = [CALLS[name] for name in names]
     for call in calls:
-        lookup.find(DENSE, *call, True)
+        eager.find(DENSE, *call, True)
     monkeypatch.setattr(planning, "key_of", None)
     for call in calls * 2:
         again = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad)
                  for t in call[3]]  # fmt: skip
         tensors = call[3] if call[3] is NO_TENSORS else type(call[3])(*again)
-        assert lookup.find(DENSE, *call[:3], tensors, call[4], True).plan is not None
+        assert eager.find(DENSE, *call[:3], tensors, call[4], True).plan is not None
 
 
 def test_tensors_of_another_type_are_recognised_after_two_calls(monkeypatch):
     for name in ("needs gradients", "needs gradients", "parameters", "parameters"):
-        lookup.find(DENSE, *CALLS[name], True)
+        eager.find(DENSE, *CALLS[name], True)
     monkeypatch.setattr(planning, "key_of", None)
-    assert lookup.find(DENSE, *CALLS["parameters"], True).route is Route.RECORD
+    assert eager.find(DENSE, *CALLS["parameters"], True).route is Route.RECORD
 
 
 def test_alternating_geometries_are_compared_with_tests_that_exist(monkeypatch):
@@ -141,7 +141,7 @@ def test_alternating_geometries_are_compared_with_tests_that_exist(monkeypatch):
     monkeypatch.setattr(library, "like", lambda *tensors: made.append(tensors) or like(*tensors))
     names = itertools.islice(itertools.cycle(("plain", "other length")), 10)
     for name in names:
-        lookup.find(DENSE, *CALLS[name], True)
+        eager.find(DENSE, *CALLS[name], True)
     assert len(made) == 2
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.library import opcheck
 
 import fa_ops
+from fa_ops.call.options import MASK_BLOCK, mask_blocks_shape, mask_tiles
 from fa_ops.ops import masks
 from fa_ops.testing import assert_close_to_oracle, make_case
-from fa_ops.types import MASK_BLOCK, mask_blocks_shape, mask_tiles
 
 SHAPES = {
     "one tile": (1, 1, 5, 7),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.testing import make_case, quantized_packed
+from fa_ops.testing import make_case, quantized
 from fa_ops.testing.quantized import QuantizedCase, assert_quantized_right, random_quantized_case
 
 E4M3 = torch.float8_e4m3fn
@@ -27,7 +27,7 @@ def test_the_comparison_finds_another_alignment(page, monkeypatch):
     assert_quantized_right(case, "cpu")
     call = fa_ops.attention_varlen
     shifted = lambda q, k, v, ends, *rest, **kw: call(q, k, v, ends - 1, *rest, **kw)  # noqa: E731
-    monkeypatch.setattr(quantized_packed, "GAP", 1)
+    monkeypatch.setattr(quantized, "GAP", 1)
     monkeypatch.setattr(fa_ops, "attention_varlen", shifted)
     with pytest.raises(AssertionError):
         assert_quantized_right(case, "cpu")

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
-from fa_ops import dispatch, planning
 from fa_ops.backends import cpu
-from fa_ops.call import Plan
+from fa_ops.call.call import Plan
 from fa_ops.ops import library
+from fa_ops.plans import dispatch, planning
 
 INTS = torch.int32
 OPTIONS = {

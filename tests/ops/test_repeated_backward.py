@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import planning
 from fa_ops.backends import cpu
-from fa_ops.call import Plan
+from fa_ops.call.call import Plan
 from fa_ops.ops import library
+from fa_ops.plans import planning
 from tests.ops.test_recording import (
     INTS,
     OPTIONS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import planning
+from fa_ops.plans import planning
 from tests.test_argument_types import cache, dense, packed, pages
 
 E4M3 = torch.float8_e4m3fn

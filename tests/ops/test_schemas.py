@@ -8,8 +8,8 @@ import textwrap
 import expecttest
 import torch
 
+from fa_ops.call.options import Spec
 from fa_ops.ops.library import SCHEMAS
-from fa_ops.types import Spec
 
 
 def wrapped(schema: str) -> str:

@@ -43,7 +43,7 @@ class Counting:
 
     def __init__(self, monkeypatch) -> None:
         self.calls = 0
-        cpu = fa_ops.dispatch.load("cpu")
+        cpu = fa_ops.plans.dispatch.load("cpu")
         forward = cpu.forward
 
         def counted(*args):

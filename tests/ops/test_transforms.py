@@ -7,8 +7,8 @@ import torch
 from torch.func import grad, jacrev, jvp, vjp, vmap
 
 import fa_ops
+from fa_ops.call.options import keywords
 from fa_ops.ops import dense, merge, varlen
-from fa_ops.types import keywords
 from tests.ops.cases import CASES, dense_call, packed_call, packed_case
 
 N = 3

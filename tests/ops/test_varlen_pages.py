@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa_ops
-from fa_ops.varlen import paged_kernel, query_tiles
+from fa_ops.functions import varlen
 
 COUNTS, KEYS = [3, 0, 1, 7, 5], [9, 4, 24, 2, 13]  # queries and keys of each sequence
 TOKENS = sum(COUNTS) + 2  # the first and the last are in no sequence
@@ -49,7 +49,7 @@ def packed_keys(k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor, table: tor
 @pytest.mark.parametrize("size", [2, 128])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_results_are_those_of_packed_keys(name, size, monkeypatch):
-    monkeypatch.setattr(query_tiles, "tile_queries", lambda query, key: size)
+    monkeypatch.setattr(varlen, "tile_queries", lambda query, key: size)
     q, k, v, ends, lens, table = drawn()
     out, lse = fa_ops.attention_varlen(
         q, k, v, ends, None, 7, kv_lens=lens, page_table=table, return_lse=True, **OPTIONS[name]
@@ -84,9 +84,9 @@ def test_a_prompt_and_decoding_steps_share_a_batch():
 )
 def test_tiles_have_whole_queries_of_the_heads_of_a_group(Hq, D, queries):
     q, key = torch.empty(300, Hq, D), torch.empty(4, 16, 2, D)
-    assert query_tiles.tile_queries(q, key) == queries
+    assert varlen.tile_queries(q, key) == queries
     ends, lens, table = torch.tensor([0, 290, 300]).int(), torch.zeros(2).int(), torch.zeros(2, 4)
-    call = query_tiles.tiled_call(q, key, ends, lens, table.int(), None, {"is_causal": True})
+    call = varlen.tiled_call(q, key, ends, lens, table.int(), None, {"is_causal": True})
     assert call.query.shape == (300 // queries + 2, Hq, queries, D)
 
 
@@ -179,7 +179,7 @@ def test_errors(change, message):
 
 
 def test_options_that_cannot_be_hashed_are_named_on_a_gpu_too(monkeypatch):
-    monkeypatch.setattr(paged_kernel, "_may_run", lambda *args: True)
+    monkeypatch.setattr(varlen, "_may_run", lambda *args: True)
     q, k, v, ends, lens, table = drawn()
     with pytest.raises(TypeError, match=r"scale must be a number, got \[1.0\]"):
         fa_ops.attention_varlen(q, k, v, ends, None, kv_lens=lens, page_table=table, scale=[1.0])

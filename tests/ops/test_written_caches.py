@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import overlap, planning, written_caches
-from fa_ops.call import CacheTensors
+from fa_ops.call import cache_memory
+from fa_ops.call.call import CacheTensors
+from fa_ops.plans import planning
 
 B, Hkv, S, D, Sn = 2, 2, 12, 16, 2
 LENS = torch.tensor([0, 7], dtype=torch.int32)
@@ -140,30 +141,30 @@ def test_scales_of_shared_caches_are_one_tensor():
 
 def test_repeated_calls_over_caches_that_lie_apart_compare_addresses_alone(monkeypatch):
     compared = []
-    share_memory = overlap.share_memory
+    share_memory = cache_memory.share_memory
     monkeypatch.setattr(
-        overlap, "share_memory", lambda *of: compared.append(of) or share_memory(*of)
+        cache_memory, "share_memory", lambda *of: compared.append(of) or share_memory(*of)
     )
     wide = memory(False, 2 * D)
     caches = wide[..., :D], wide[..., D:]
-    run = written_caches.checking(lambda *args: args, *caches)
+    run = cache_memory.checking(lambda *args: args, *caches)
     for _ in range(3):
         assert run(None, *caches, CacheTensors(LENS), False) == (
             None, *caches, CacheTensors(LENS), False
         )  # fmt: skip
     assert len(compared) == 1
     own = memory(False, D), memory(False, D)
-    written_caches.checking(lambda *args: None, *own)(None, *own, CacheTensors(LENS))
+    cache_memory.checking(lambda *args: None, *own)(None, *own, CacheTensors(LENS))
     assert len(compared) == 1
 
 
 @pytest.mark.parametrize("with_scales", [False, True])
 def test_repeated_calls_whose_values_are_in_keys_compare_addresses_alone(monkeypatch, with_scales):
-    checked, check = [], written_caches.check
-    monkeypatch.setattr(written_caches, "check", lambda *of: checked.append(of) or check(*of))
+    checked, check = [], cache_memory.check
+    monkeypatch.setattr(cache_memory, "check", lambda *of: checked.append(of) or check(*of))
     k, key, scale = memory(False, D), new(), torch.ones(B, Hkv)
     scales = (scale, scale) if with_scales else (None, None)
-    run = written_caches.checking(lambda *args: None, k, k[..., :8])
+    run = cache_memory.checking(lambda *args: None, k, k[..., :8])
 
     def repeat(value, k_scale, v_scale):
         tensors = CacheTensors(LENS, key=key, value=value, k_scale=k_scale, v_scale=v_scale)

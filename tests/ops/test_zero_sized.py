@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch
+from fa_ops.plans import dispatch
 
 INF = float("inf")
 

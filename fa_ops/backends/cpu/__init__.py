@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.cpu.dense import backward, forward
-from fa_ops.backends.cpu.kv_cache import cache_forward
 from fa_ops.backends.cpu.quantized import quantized_forward
-from fa_ops.backends.cpu.varlen import varlen_backward, varlen_forward
+from fa_ops.backends.cpu.sequences import cache_forward, varlen_backward, varlen_forward
 from fa_ops.backends.mask_blocks import mask_blocks
-from fa_ops.call import APPEND, MASK_BLOCKS, QUANTIZED, Call, Plan, general, plan_by_kind
-from fa_ops.types import Spec, dtype_name
+from fa_ops.call.call import APPEND, MASK_BLOCKS, QUANTIZED, Call, Plan, general, plan_by_kind
+from fa_ops.call.options import Spec, dtype_name
 
 
 def available_error() -> str | None:

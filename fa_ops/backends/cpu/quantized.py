@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import quantization
-from fa_ops.backends.cpu.key_ranges import KeyRanges, attended_ranges
-from fa_ops.backends.cpu.scores import cut
+from fa_ops.backends.cpu.scores import KeyRanges, attended_ranges, cut
 from fa_ops.backends.quantization import WEIGHT_SCALE, Quantised
-from fa_ops.types import Quantization, Spec, default_scale
+from fa_ops.call.options import Quantization, Spec, default_scale
 
 LOG2E = math.log2(math.e)
 SCORES = 2**20  # scores of a block of rows

@@ -1,7 +1,8 @@
-"""Tiles of attention scores for the blockwise forward and backward passes."""
+"""Memory layouts and dtypes of the CPU engines."""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,11 +11,49 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
-from fa_ops.backends.cpu import layout
-from fa_ops.backends.cpu.key_ranges import KeyRanges, key_lengths
-from fa_ops.backends.cpu.mask_states import MaskStates, TileState
-from fa_ops.backends.mask_blocks import listed_states
-from fa_ops.types import Spec, default_scale
+from fa_ops.backends.mask_blocks import EMPTY, FULL, listed_states
+from fa_ops.call.options import MASK_BLOCK, Spec, default_scale
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, sums and lse: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def with_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype` with contiguous rows that do not overlap, except for broadcast rows.
+
+    torch gives the result of an operation on overlapping rows another order of dimensions.
+    """
+    x = x.to(dtype)
+    *sizes, width = x.shape
+    *strides, last = x.stride()
+    apart = all(stride >= width or stride == 0 or size == 1 for size, stride in zip(sizes, strides))
+    return x if apart and (last == 1 or width == 1) else x.contiguous()
+
+
+def longest_row(x: Tensor) -> Tensor:
+    """The largest Euclidean norm of a row; not finite if x is not."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=accumulator(x.dtype)).amax()
+
+
+def bshd(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (B, H, S, D) in `dtype`, laid out (B, S, H, D) in memory; x itself if it is already."""
+    if x.dtype == dtype and x.transpose(1, 2).is_contiguous():
+        return x
+    return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=dtype).copy_(x)
+
+
+def empty_out(q: Tensor, v: Tensor) -> Tensor:
+    """Uninitialised (B, Hq, Sq, Dv), laid out (B, Sq, Hq, Dv) in memory."""
+    B, Hq, Sq, _ = q.shape
+    return torch.empty_permuted((B, Hq, Sq, v.shape[3]), (0, 2, 1, 3), dtype=q.dtype)
+
+
+def four_dims(mask: Tensor) -> Tensor:
+    """View a mask that broadcasts to (B, Hq, Sq, Sk) with four dimensions."""
+    return mask[(None,) * (4 - mask.dim())]
+
 
 # Measured on AVX2 with 1 MiB of L2 (docs/performance-cpu.md). ROWS counts the rows of all query
 # heads that share a kv head; a slab has 1 MiB of fp32 scores per thread.
@@ -79,7 +118,7 @@ class ScoreProblem:
         self, q: Tensor, k: Tensor, spec: Spec, ranges: KeyRanges | None, first_batch: int
     ) -> None:
         self.q, self.k, self.spec, self.ranges, self.first_batch = q, k, spec, ranges, first_batch
-        self.dtype = layout.accumulator(q.dtype)
+        self.dtype = accumulator(q.dtype)
         self.group = q.shape[1] // k.shape[1]
         self.rows = max(1, min(q.shape[2], ROWS // self.group))
         rows = self.rows * self.group
@@ -124,7 +163,7 @@ class Scores:
         self.clean_k, self.bad_keys = without_nan(self.k)
         # an upper bound of the scores before ALiBi and mask; not finite if q or k is not
         self.scale = default_scale(self.spec, self.k.shape[2])
-        longest = layout.longest_row(slab.spread(problem.q)) * layout.longest_row(self.k)
+        longest = longest_row(slab.spread(problem.q)) * longest_row(self.k)
         self.bound = abs(self.scale) * longest.item()
         self.cap = _cap_that_matters(self.spec.softcap, self.bound, problem.dtype)
         self.factor = _factor(self.scale, self.cap, problem.dtype)
@@ -132,7 +171,7 @@ class Scores:
         if problem.ranges is not None:
             self.ranges = KeyRanges(*(slab.spread(x) for x in problem.ranges))
         if self.spec.attn_mask is not None:
-            mask = slab.spread(layout.four_dims(self.spec.attn_mask.detach()))
+            mask = slab.spread(four_dims(self.spec.attn_mask.detach()))
             self.keep, self.bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
         if problem.states is not None:
             self.states = MaskStates(slab.spread(problem.states))
@@ -262,3 +301,94 @@ def cut(x: Tensor, rows: slice, cols: slice) -> Tensor:
     """Slice rows and columns of (..., Sq or 1, Sk or 1), keeping dimensions of size 1."""
     x = x if x.shape[-2] == 1 else x[..., rows, :]
     return x if x.shape[-1] == 1 else x[..., cols]
+
+
+class KeyRanges(NamedTuple):
+    """Row i attends the keys lo <= j < hi; a dead row has lo = Sk and hi = 0.
+
+    Both int32, (B or 1, Hq or 1, Sq or 1, 1).
+    """
+
+    lo: Tensor
+    hi: Tensor
+
+    def span(self) -> tuple[int, int]:
+        """The smallest range that contains every row's; empty (first >= last) if all rows are."""
+        return int(self.lo.min()), int(self.hi.max())
+
+    def core(self) -> tuple[int, int]:
+        """The range of keys that every row attends; empty (first >= last) if there is none."""
+        return int(self.lo.max()), int(self.hi.min())
+
+
+def key_lengths(spec: Spec, Sk: int) -> Tensor:
+    """Number of keys per batch element, int32 (B or 1, 1, 1, 1)."""
+    if spec.kv_lens is None:
+        return torch.full((1, 1, 1, 1), Sk, dtype=torch.int32)
+    return spec.kv_lens.clamp(0, Sk).view(-1, 1, 1, 1)
+
+
+def attended_ranges(spec: Spec, Sq: int, Sk: int) -> KeyRanges | None:
+    """The key range of every row, in O(Sq) memory, or None if every row attends every key."""
+    right = 0 if spec.is_causal else spec.window_right
+    bounded = right >= 0 or spec.window_left >= 0
+    if not bounded and spec.kv_lens is None and spec.key_ranges is None:
+        return None
+    hi = key_lengths(spec, Sk)
+    lo = torch.zeros_like(hi)
+    if bounded:
+        diagonal = torch.arange(Sq, dtype=torch.int32).view(Sq, 1) + (hi - Sq)
+        if right >= 0:
+            hi = torch.minimum(hi, diagonal + (min(right, Sq) + 1))
+        if spec.window_left >= 0:
+            lo = diagonal - min(spec.window_left, Sk)
+    if spec.key_ranges is not None:
+        first, last = spec.key_ranges.split(1, -1)
+        lo, hi = torch.maximum(lo, first), torch.minimum(hi, last)
+    lo, hi = torch.broadcast_tensors(lo.clamp(min=0), hi.clamp(max=Sk))
+    dead = hi <= lo
+    return KeyRanges(lo.masked_fill(dead, Sk), hi.masked_fill(dead, 0))
+
+
+# A blockwise loop takes up to 1.5 times as long as aten's kernel, which visits every tile.
+_SHARE_THAT_PAYS = 0.6
+
+
+class TileState(enum.Enum):
+    """The effect of a mask on a tile."""
+
+    EMPTY = "masks every score out"
+    FULL = "changes no score"
+    MIXED = "must be read"
+
+
+class MaskStates:
+    """The states of the tiles of some heads, (..., m, n), as Python lists."""
+
+    def __init__(self, states: Tensor) -> None:
+        heads = states.flatten(0, -3)
+        self.kept = (heads != EMPTY).any(0).tolist()
+        self.full = (heads == FULL).all(0).tolist()
+
+    def of(self, rows: slice, cols: slice) -> TileState:
+        """The effect of the mask on these rows and columns of the scores in all heads."""
+        down, across = _tiles(rows, len(self.kept)), _tiles(cols, len(self.kept[0]))
+        if not any(self.kept[i][j] for i in down for j in across):
+            return TileState.EMPTY
+        full = all(self.full[i][j] for i in down for j in across)
+        return TileState.FULL if full else TileState.MIXED
+
+
+def _tiles(part: slice, count: int) -> range:
+    """The tiles that a slice touches; a dimension with one tile may be shared by all of it."""
+    if count == 1:
+        return range(1)
+    return range(part.start // MASK_BLOCK, -(-part.stop // MASK_BLOCK))
+
+
+def skipping_pays(spec: Spec) -> bool:
+    """Whether `mask_blocks` leave so few tiles that a loop over them is faster than all of them."""
+    if spec.mask_blocks is None:
+        return False
+    states = listed_states(spec.mask_blocks, spec.attn_mask)
+    return int((states != EMPTY).sum()) <= _SHARE_THAT_PAYS * states.numel()

@@ -16,9 +16,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.decode_configs import has_latent_dims
+from fa_ops.backends.hopper.configs import has_latent_dims
 from fa_ops.backends.hopper.problem import MAX_NARROW_DIM, head_dim_error, limit_error
-from fa_ops.call import (
+from fa_ops.call.call import (
     APPEND,
     CACHED,
     DENSE,
@@ -34,13 +34,7 @@ from fa_ops.call import (
     append_then_attend,
     decoding,
 )
-from fa_ops.geometry import (
-    has_short_gradients,
-    has_short_rows,
-    is_decoding,
-    queries_of_kv_head,
-)
-from fa_ops.types import (
+from fa_ops.call.options import (
     MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
     Cache,
@@ -48,6 +42,10 @@ from fa_ops.types import (
     Spec,
     default_scale,
     dtype_name,
+    has_short_gradients,
+    has_short_rows,
+    is_decoding,
+    queries_of_kv_head,
 )
 
 _ALTERNATIVE = "the triton backend can run it"
@@ -72,11 +70,11 @@ def available_error() -> str | None:
     """Why this machine cannot run the backend at all, or None."""
     if reason := _gpu_error():
         return reason
-    from fa_ops.backends.hopper import compiler
+    from fa_ops.backends.hopper.runtime import nvrtc
 
     try:
-        compiler.nvrtc()
-    except compiler.CompileError as error:
+        nvrtc.nvrtc()
+    except nvrtc.CompileError as error:
         return str(error)
     return None
 
@@ -118,7 +116,7 @@ def _is_slow_for_short_rows(call: Call) -> bool:
 
 def plan(call: Call) -> Plan:
     """The plan of a call on this backend."""
-    from fa_ops.backends.hopper.launch import together
+    from fa_ops.backends.hopper.runtime.launch import together
 
     kernel, prepare = _plan(call)
     return Plan(kernel, together(prepare))
@@ -144,44 +142,44 @@ def _plan(call: Call) -> Plan:
     module = _decoding_module(q, k, v, spec)
     if module is not None:
         return decoding(_plan_of(module))
-    from fa_ops.backends.hopper import dense_forward
+    from fa_ops.backends.hopper import forward
 
-    return Plan("forward", dense_forward.prepare)
+    return Plan("forward", forward.prepare)
 
 
 def _appending(module: ModuleType) -> Plan:
-    from fa_ops.backends.hopper import append, prefill
+    from fa_ops.backends.hopper import decode, forward
 
     attend = _plan_of(module)
-    if module is prefill:
-        return append_then_attend(Plan("append", append.prepare), attend)
-    prepare = functools.partial(append.prepare_before, module.plan_of)
+    if module is forward:
+        return append_then_attend(Plan("append", decode.prepare_append), attend)
+    prepare = functools.partial(decode.append_before, module.plan_of)
     return Plan(f"append, then {attend.kernel}", prepare)
 
 
 def _backward_plan(kind: str) -> Plan:
     if kind == PACKED:
-        from fa_ops.backends.hopper import packed_backward
+        from fa_ops.backends.hopper import packed
 
-        return Plan("backward", packed_backward.prepare)
-    from fa_ops.backends.hopper import dense_backward
+        return Plan("backward", packed.prepare_backward)
+    from fa_ops.backends.hopper import backward
 
-    return Plan("backward", dense_backward.prepare)
+    return Plan("backward", backward.prepare)
 
 
 def _rare_plan(kind: str) -> Plan:
     """The plan of a call with 8-bit products, or of packed queries over pages."""
     if kind == QUANTIZED:
-        from fa_ops.backends.hopper import quantized
+        from fa_ops.backends.hopper import eight_bit
 
-        return Plan("8-bit forward", quantized.prepare)
+        return Plan("8-bit forward", eight_bit.prepare)
     if kind == QUANTIZED_PACKED:
-        from fa_ops.backends.hopper import quantized_packed
+        from fa_ops.backends.hopper import eight_bit
 
-        return Plan("8-bit forward", quantized_packed.prepare)
-    from fa_ops.backends.hopper import paged
+        return Plan("8-bit forward", eight_bit.prepare_packed)
+    from fa_ops.backends.hopper import forward
 
-    return Plan("forward", paged.prepare)
+    return Plan("forward", forward.prepare_paged)
 
 
 def _plan_of(module: ModuleType) -> Plan:
@@ -212,30 +210,30 @@ def _quantized_error(
     q: Tensor, k: Tensor, v: Tensor, quantization: Quantization, spec: Spec
 ) -> str | None:
     """Why the backend cannot run a call with 8-bit products, or None."""
-    from fa_ops.backends.hopper import quantized
+    from fa_ops.backends.hopper import eight_bit
 
     if q.device.type != "cuda":
         return _device_error(q)
-    reason = quantized.support_error(q, k, v, quantization, spec)
+    reason = eight_bit.support_error(q, k, v, quantization, spec)
     return reason and f"{reason}; {_ALTERNATIVE}"
 
 
 def _packed_quantized_error(call: Call) -> str | None:
     """Why the backend cannot attend packed sequences with 8-bit products, or None."""
-    from fa_ops.backends.hopper import quantized_packed
+    from fa_ops.backends.hopper import eight_bit
 
     if call.query.device.type != "cuda":
         return _device_error(call.query)
-    return quantized_packed.support_error(call)
+    return eight_bit.packed_error(call)
 
 
 def _paged_error(call: Call) -> str | None:
     """Why the backend cannot attend pages with packed queries, or None."""
-    from fa_ops.backends.hopper import paged
+    from fa_ops.backends.hopper import forward
 
     if call.query.device.type != "cuda":
         return _device_error(call.query)
-    return paged.support_error(call)
+    return forward.paged_error(call)
 
 
 def _device_error(q: Tensor) -> str:
@@ -277,9 +275,9 @@ def _cached_error(call: Call) -> str | None:
     reason = cache_error(rest.query, rest.key, rest.value, rest.cache, rest.spec)
     if reason or not call.writes_cache:
         return reason
-    from fa_ops.backends.hopper import append
+    from fa_ops.backends.hopper import decode
 
-    reason = append.support_error(call)
+    reason = decode.append_error(call)
     return reason and f"{reason}; {_ALTERNATIVE}"
 
 
@@ -297,9 +295,9 @@ def _cache_module(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> ModuleType:
 
         return mla
     if queries_of_kv_head(q, k, cache) > MAX_DECODING_QUERIES:
-        from fa_ops.backends.hopper import prefill
+        from fa_ops.backends.hopper import forward
 
-        return prefill
+        return forward
     from fa_ops.backends.hopper import decode
 
     return decode

@@ -1,37 +1,232 @@
-"""Decoding on sm_90a: few queries against a long cache. One kernel reads each key once, another
-merges the splits of a row that several CTAs share, as in Flash-Decoding."""
+"""Decoding on sm_90a: few queries against a long cache, split over keys, as in Flash-Decoding.
+
+One kernel reads each key once, another merges the splits of a row that several CTAs share. One
+launch before it writes new keys and values and rotates the queries. Everything here depends on
+shapes alone: lengths and pages are read on the device, so a captured CUDA graph serves every
+length. A cache that grows has another shape in every step: a family of calls shares all that does
+not depend on how many keys there are. `mla` has the same parts for latent caches.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.decode_configs import DecodeConfig, decode_config
-from fa_ops.backends.hopper.kernel_params import struct_layout
-from fa_ops.backends.hopper.launch import TensorMap
+from fa_ops.backends.hopper.configs import DecodeConfig, MlaConfig, decode_config
 from fa_ops.backends.hopper.problem import (
+    MISALIGNED,
     UNBOUNDED,
     ScoreUnits,
+    copy_keys,
     head_dim_error,
+    limit_error,
     softcap_kind,
+    tma_aligned,
     window_sides,
 )
-from fa_ops.backends.hopper.split_kv import (
-    SplitKvFamily,
-    SplitKvPlan,
-    by_head,
-    cache_sizes,
-    check_tiles,
-    gathering_error,
+from fa_ops.backends.hopper.runtime import launch
+from fa_ops.backends.hopper.runtime.launch import (
+    PROMOTE_128B,
+    Entry,
+    Params,
+    TensorMap,
+    current_device,
+    current_stream,
+    empty,
+    kernels,
+    launch_dependent,
     processors,
-    table_layout,
 )
-from fa_ops.backends.hopper.split_kv import cache_error as split_kv_error
-from fa_ops.call import CACHED, CacheTensors, Call, Run
-from fa_ops.geometry import queries_of_kv_head
-from fa_ops.types import MAX_DECODING_QUERIES, Cache, Spec, scales_of
+from fa_ops.backends.hopper.runtime.structs import struct_layout
+from fa_ops.call.call import CACHED, CacheTensors, Call, Run
+from fa_ops.call.options import (
+    ALIGNMENT,
+    MAX_DECODING_QUERIES,
+    Cache,
+    Spec,
+    default_scale,
+    dtype_name,
+    queries_of_kv_head,
+    rows_are_aligned,
+    scales_of,
+)
+
+_MAX_GATHERED_BYTES = 16 << 32  # offsets count units of 16 bytes in 32 bits
+
+
+def split_cache_error(
+    q: Tensor, k: Tensor, cache: Cache, spec: Spec, tensors: dict[str, Tensor],
+    dtypes: tuple[torch.dtype, ...] = (),
+) -> str | None:  # fmt: skip
+    """Why no kernel here can attend a cache in this memory, or None.
+
+    `tensors` are read by TMA. `dtypes`: of caches that have another dtype than the query.
+    """
+    table = cache.page_table
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype not in (q.dtype, *dtypes):
+        found = f"{dtype_name(k.dtype)} for queries of {dtype_name(q.dtype)}"
+        return f"decodes bfloat16 and float16 caches, got {found}"
+    if cache.key is not None or cache.rotary_cos is not None:
+        return "does not write to caches"
+    table_length = None if table is None else table.shape[1]
+    *_, keys = cache_sizes(by_head(k.shape, table is not None), table_length)
+    reason = limit_error(default_scale(spec, q.shape[-1]), q.shape[2], keys)
+    if reason:
+        return reason
+    for name, t in tensors.items():
+        if not rows_are_aligned(t):
+            return f"needs rows at multiples of {ALIGNMENT} bytes, {name} has strides {t.stride()}"
+    return None
+
+
+def gathering_error(cache: Cache, tensors: dict[str, Tensor]) -> str | None:
+    """Why the kernels cannot gather keys from these tensors of pages, or None."""
+    for name, t in tensors.items():
+        if cache.page_table is None or copy_keys(t.shape[1]) > 1:
+            continue
+        size = t.shape[0] * t.stride(0) * t.itemsize
+        if size > _MAX_GATHERED_BYTES:
+            return (
+                f"gathers keys from at most {_MAX_GATHERED_BYTES} bytes of pages of "
+                f"{t.shape[1]} keys, {name} has {size}"
+            )
+    return None
+
+
+class SplitKvFamily:
+    """The part of a plan that does not depend on the number and strides of keys and values."""
+
+    def __init__(
+        self, kind: str, config: DecodeConfig | MlaConfig, defines: dict[str, int],
+        q_map: TensorMap, out_shape: tuple[int, int, int, int], dtype: torch.dtype, device: int,
+        params: struct.Struct, options: tuple,
+    ) -> None:  # fmt: skip
+        B, Hq, Sq, Dv = out_shape
+        self.device, self.block_n, self.options = device, config.block_n, options
+        self.ctas = processors(device)
+        self.grid = self.ctas, 1
+        entries = entries_of(kind, config)
+        self.kernels = launch.kernels(kind, device, entries, tuple(defines.items()))
+        self.q_map = q_map
+        # made of shape and strides; every byte is read once, so an L2 promotion to 256 bytes would
+        # cost bandwidth
+        self.cache_map = functools.partial(TensorMap, rows=config.copy_keys, promotion=PROMOTE_128B)
+        self.out = out_shape, (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
+        self.lse = out_shape[:3], (Hq * Sq, Sq, 1), torch.float32
+        # partial sums and statistics of each CTA's first and last work item, then lse if the call
+        # does not return it (a returned lse is a tensor of its own: it would keep the workspace)
+        rows = 2 * self.ctas * config.rows
+        self.stats_offset = rows * config.value_dim * config.partial_bytes
+        self.lse_offset = self.stats_offset + rows * config.stats_per_row * 8
+        self.workspace = (self.lse_offset + B * Hq * Sq * 4,), (1,), torch.uint8
+        self.params = Params(params)
+
+    def has_short_rows(self, items: int, groups: int, capacity: int, whole_tiles: int) -> bool:
+        """Whether no row is shared by CTAs, as its keys are few; the kernels use the same rule.
+
+        `groups` of CTAs attend `items`, each of which has at most `capacity` keys.
+        """
+        tiles = -(-capacity // self.block_n)
+        return tiles <= 1 or -(-items // groups) * tiles <= whole_tiles
+
+
+class SplitKvPlan:
+    """The part of a call that depends on its geometry only, not on addresses or values.
+
+    Subclasses set `family` and `kernels`, of which the second merges the rows that CTAs share.
+    """
+
+    family: SplitKvFamily
+    kernels: tuple[launch.Kernel, ...]
+
+    def take_params(
+        self, inputs: tuple[int, int, int], kv_lens: int, outputs: tuple[int, ...],
+        tensors: CacheTensors,
+    ) -> tuple[tuple, object]:  # fmt: skip
+        """The filled in parameters of a call, and what must live until the launch.
+
+        `inputs` are the addresses of query, key and value; `kv_lens` that of the lengths that the
+        kernels read; `outputs` those of out, lse, partial sums and their statistics.
+        """
+        raise NotImplementedError
+
+    def plan_of(self, q: Tensor, k: Tensor, v: Tensor) -> SplitKvPlan:
+        """The plan of the same call with other tensors."""
+        raise NotImplementedError
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, with_lse: bool = True,
+        appender: Appender | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """out and lse, which is None unless asked for.
+
+        `appender` is launched before: what it writes for this call alone is in the same workspace.
+        """
+        family = self.family
+        if current_device() != family.device:
+            with torch.cuda.device(family.device):
+                return self.run(q, k, v, tensors, with_lse, appender)
+        q_at, k_at, v_at = inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (q_at | k_at | v_at) & MISALIGNED:
+            if appender is not None:
+                q, kv_lens = appender.run(q, k, v, tensors)
+                tensors = tensors._replace(kv_lens=kv_lens)
+            q, k, v = map(tma_aligned, (q, k, v))
+            return self.plan_of(q, k, v).run(q, k, v, tensors, with_lse)
+        stream = current_stream(family.device)
+        out = empty(*family.out)
+        workspace = empty(*(family.workspace if appender is None else appender.workspace))
+        lse = empty(*family.lse) if with_lse else None
+        at = workspace.data_ptr()
+        lse_at = at + family.lse_offset if lse is None else lse.data_ptr()
+        outputs = out.data_ptr(), lse_at, at, at + family.stats_offset
+        kv_lens = 0 if tensors.kv_lens is None else tensors.kv_lens.data_ptr()
+        if appender is not None:
+            q_at, kv_lens = appender.launch(*inputs, kv_lens, at, tensors, stream)
+            inputs = q_at, k_at, v_at
+        params, kept = self.take_params(inputs, kv_lens, outputs, tensors)
+        launch_dependent(self.kernels, family.grid, stream, params[1])
+        family.params.give_back(params)
+        del kept
+        return out, lse
+
+
+def check_tiles(B: int, items: int, keys: int) -> None:
+    """Raise NotImplementedError where the kernels could not count all tiles in 32 bits.
+
+    `items` are the work items of a batch row, each with all its keys.
+    """
+    if B * items * keys >= 2**37:
+        raise NotImplementedError(f"counts tiles in 32 bits, got {B} x {items} x {keys} keys")
+
+
+def by_head(x: tuple[int, ...], paged: bool) -> tuple[int, ...]:
+    """Sizes or strides of a cache with heads before tokens; in pages the tokens come first."""
+    return (x[0], x[2], x[1], x[3]) if paged else x
+
+
+def cache_sizes(shape: tuple[int, ...], table_length: int | None) -> tuple[int, int, int]:
+    """Number of pages, tokens of a page, tokens of a batch row; `table_length`: pages of a row."""
+    if table_length is None:
+        return 0, 0, shape[2]
+    return shape[0], shape[2], shape[2] * table_length
+
+
+def table_layout(table: Tensor | None) -> tuple[int, int] | None:
+    """Pages of a batch row and the stride between rows, or None without a page table."""
+    return None if table is None else (table.shape[1], table.stride(0))
+
+
+def entries_of(kind: str, config: DecodeConfig | MlaConfig) -> tuple[Entry, Entry]:
+    """The attention kernel and the combine kernel."""
+    first = Entry(kind, config.threads, config.shared_bytes)
+    return first, Entry("combine", config.merge_threads)
+
 
 _LAYOUT = struct_layout("decode.cu", "DecodeParams")
 _SCALARS, _STRIDES = _LAYOUT.packer("B", "width"), _LAYOUT.packer("q_strides", "v_strides")
@@ -65,7 +260,7 @@ def memory_error(
     if cache.unified_max is not None:
         return "has no unified maximum"
     tensors = {"query": q, "key_cache": k, "value_cache": v}
-    return split_kv_error(q, k, cache, spec, tensors, dtypes)
+    return split_cache_error(q, k, cache, spec, tensors, dtypes)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -251,3 +446,153 @@ def kernel_defines(
 
 _family = functools.lru_cache(maxsize=256)(DecodeFamily)
 _plan = functools.lru_cache(maxsize=1024)(DecodePlan)
+
+
+_APPEND_LAYOUT = struct_layout("append.cu", "AppendParams")
+_SIZES = _APPEND_LAYOUT.packer("q_strides")
+# addresses that may be null, behind that of `ends`, and the tensors there
+_OPTIONAL = {"table": "page_table", "k_scale": "k_scale", "v_scale": "v_scale"}
+_OPTIONAL |= {"cos": "rotary_cos", "sin": "rotary_sin"}
+_CACHED_E4M3 = torch.float8_e4m3fn
+_THREADS, _FEATURES = 128, 8  # of a CTA, and of a thread, as in cuda/append.cu
+_ALIGNMENT = 128  # of what is written for one call, in a workspace
+_MAX_ROWS = 2**31 - 1 - _THREADS  # new keys, values and queries
+
+
+def append_error(call: Call) -> str | None:
+    """Why the kernel cannot write and rotate what the call needs, or None.
+
+    Dtypes and head dimensions are those that some kernel attends.
+    """
+    q, cache = call.query, call.cache
+    if not q.numel():
+        return f"appends to caches that queries attend, got a query of shape {tuple(q.shape)}"
+    if cache.rotary_cos is not None and not cache.rotary_cos.shape[1]:
+        return f"rotates at least two features, rotary_cos is {tuple(cache.rotary_cos.shape)}"
+    new, queries = _rows(call)
+    if 2 * new + queries > _MAX_ROWS:
+        return f"writes at most {_MAX_ROWS} rows, got {2 * new + queries}"
+    return None
+
+
+def prepare_append(call: Call) -> Run:
+    """A function that appends and rotates for calls with the geometry of this one.
+
+    It returns the queries, rotated if requested, and the lengths with the new keys.
+    """
+    return Appender(call).run
+
+
+def append_before(plan_of: Callable[[Call], SplitKvPlan], call: Call) -> Run:
+    """What writes and rotates, then attends with the plan that `plan_of` makes of the rest."""
+    appender, rest = Appender(call), call.read_only()
+    if appender.rotates:  # rotated queries are a tensor of their own
+        rest = rest._replace(query=rest.query.new_empty(rest.query.shape))
+    plan = plan_of(rest)
+    appender.share(plan.family.workspace)
+    return functools.partial(plan.run, appender=appender)
+
+
+def _addresses(has_new: bool, given: list[str]) -> struct.Struct:
+    """Packs the addresses that are not null."""
+    names = list(_APPEND_LAYOUT.fields)[: list(_APPEND_LAYOUT.fields).index("q_strides")]
+    null = set() if has_new else {"key", "value", "ends"}
+    null |= _OPTIONAL.keys() - given
+    return struct.Struct("<" + "".join("8x" if name in null else "Q" for name in names))
+
+
+def _rows(call: Call) -> tuple[int, int]:
+    """The number of new keys of all heads, and of queries to rotate."""
+    cache, (B, Hq, Sq, _) = call.cache, call.query.shape
+    new = 0 if cache.key is None else B * cache.key.shape[1] * cache.key.shape[2]
+    return new, 0 if cache.rotary_cos is None else B * Hq * Sq
+
+
+class Appender:
+    """The launch for calls of one geometry."""
+
+    def __init__(self, call: Call) -> None:
+        q, k, v, cache = call.query, call.key, call.value, call.cache
+        (B, Hq, Sq, D), Dv, table = q.shape, v.shape[3], cache.page_table
+        paged, is_rotated, tokens = table is not None, cache.rotary_cos is not None, 0
+        shape = by_head(k.shape, paged)
+        pages, page, capacity = cache_sizes(shape, table.shape[1] if paged else None)
+        key_strides = value_strides = (0, 0, 0)
+        if cache.key is not None:
+            tokens = cache.key.shape[2]
+            key_strides, value_strides = cache.key.stride()[:3], cache.value.stride()[:3]
+        positions, angles = cache.rotary_cos.shape if is_rotated else (0, 0)
+        new, queries = _rows(call)
+        lanes_log2 = (-(-max(D, Dv) // _FEATURES) - 1).bit_length()
+        sizes = _SIZES.pack(
+            *q.stride()[:3], *key_strides, *value_strides, *by_head(k.stride(), paged)[:3],
+            *by_head(v.stride(), paged)[:3], Hq, shape[1], Sq, tokens, D, Dv, capacity, page, pages,
+            table.stride(0) if paged else 0, scales_of(cache.k_scale, cache.v_scale, paged),
+            positions, 2 * angles, cache.rotary_interleaved, new, queries, lanes_log2,
+        )  # fmt: skip
+        given = [name for name in _OPTIONAL if getattr(call.tensors, _OPTIONAL[name]) is not None]
+        self._params = Params(_addresses(new > 0, given), sizes)
+        self._given = [CacheTensors._fields.index(_OPTIONAL[name]) for name in given]
+        self._device = q.device.index
+        self._grid = -(-(2 * new + queries) // (_THREADS >> lanes_log2)), 1
+        self.rotates = queries > 0
+        self._rotated = (B, Hq, Sq, D), (Hq * Sq * D, Sq * D, D, 1), q.dtype
+        self._ends = ((B,), (1,), torch.int32) if new else None
+        defines = append_defines(q.dtype, k.dtype, cache.rotary_cos.dtype if is_rotated else None)
+        entry = Entry("append", _THREADS)
+        (self._kernel,) = kernels("append", self._device, [entry], tuple(defines.items()))
+
+    def share(self, workspace: tuple) -> None:
+        """Add to a workspace: its size, strides and dtype, bytes. `launch` writes behind it."""
+        ((size,), *layout), (B, *rows), dtype = workspace, self._rotated[0], self._rotated[2]
+        self._rotated_at = -(-size // _ALIGNMENT) * _ALIGNMENT
+        rotated = B * math.prod(rows) * dtype.itemsize if self.rotates else 0
+        self._ends_at = self._rotated_at + -(-rotated // _ALIGNMENT) * _ALIGNMENT
+        self.workspace = (self._ends_at + 4 * B,), *layout
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, t: CacheTensors) -> tuple[Tensor, Tensor]:
+        """Launch; returns queries and lengths, in memory of their own where they are not given."""
+        if current_device() != self._device:
+            with torch.cuda.device(self._device):
+                return self.run(q, k, v, t)
+        queries = empty(*self._rotated) if self.rotates else q
+        ends = t.kv_lens if self._ends is None else empty(*self._ends)
+        inputs, written = (q, k, v, t.kv_lens), (queries, ends)
+        self._launch(
+            *[x.data_ptr() for x in (*inputs, *written)], t, current_stream(self._device)
+        )  # fmt: skip
+        return queries, ends
+
+    def launch(
+        self, q: int, k: int, v: int, kv_lens: int, workspace: int, t: CacheTensors, stream: int
+    ) -> tuple[int, int]:
+        """Launch on the current device; takes addresses, returns those of queries and lengths."""
+        queries = workspace + self._rotated_at if self.rotates else q
+        ends = kv_lens if self._ends is None else workspace + self._ends_at
+        self._launch(q, k, v, kv_lens, queries, ends, t, stream)
+        return queries, ends
+
+    def _launch(
+        self, q: int, k: int, v: int, kv_lens: int, queries: int, ends: int, t: CacheTensors,
+        stream: int,
+    ) -> None:  # fmt: skip
+        rest = [t[i].data_ptr() for i in self._given]
+        if self._ends is None:
+            params = self._params.take(q, queries, k, v, kv_lens, *rest)
+        else:
+            params = self._params.take(
+                q, queries, t.key.data_ptr(), t.value.data_ptr(), k, v, kv_lens, ends, *rest
+            )
+        self._kernel.launch(self._grid, stream, params[1], dependent=True)
+        self._params.give_back(params)
+
+
+def append_defines(
+    dtype: torch.dtype, cached: torch.dtype, angles: torch.dtype | None = None
+) -> dict[str, int]:
+    """The macros of the kernel; `cached`: dtype of the cache, `angles`: of the rotary tables."""
+    return {
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "IS_E4M3": int(cached == _CACHED_E4M3),
+        "ROTATION": 0 if angles is None else 1 if angles == torch.float32 else 2,
+    }

@@ -10,11 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.decode_configs import MlaConfig, mla_config
-from fa_ops.backends.hopper.kernel_params import struct_layout
-from fa_ops.backends.hopper.launch import TensorMap, address
-from fa_ops.backends.hopper.problem import UNBOUNDED, ScoreUnits
-from fa_ops.backends.hopper.split_kv import (
+from fa_ops.backends.hopper.configs import MlaConfig, mla_config
+from fa_ops.backends.hopper.decode import (
     SplitKvFamily,
     SplitKvPlan,
     by_head,
@@ -24,10 +21,12 @@ from fa_ops.backends.hopper.split_kv import (
     processors,
     table_layout,
 )
-from fa_ops.backends.hopper.split_kv import cache_error as split_kv_error
-from fa_ops.call import CACHED, CacheTensors, Call, Run
-from fa_ops.geometry import values_in_keys
-from fa_ops.types import Cache, Spec
+from fa_ops.backends.hopper.decode import split_cache_error as split_kv_error
+from fa_ops.backends.hopper.problem import UNBOUNDED, ScoreUnits
+from fa_ops.backends.hopper.runtime.launch import TensorMap, address
+from fa_ops.backends.hopper.runtime.structs import struct_layout
+from fa_ops.call.call import CACHED, CacheTensors, Call, Run
+from fa_ops.call.options import Cache, Spec, values_in_keys
 
 HEAD_DIM, VALUE_DIM = MlaConfig.head_dim, MlaConfig.value_dim
 _LAYOUT = struct_layout("mla.cu", "MlaParams")

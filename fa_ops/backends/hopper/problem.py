@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.geometry import rows_are_aligned
-from fa_ops.types import ALIGNMENT, MAX_LENGTH
+from fa_ops.call.options import ALIGNMENT, MAX_LENGTH, rows_are_aligned
 
 LOG2E = 1.4426950408889634
 COPIED_PAGES = (4, 8, 16, 32)  # keys of pages that one TMA copy brings

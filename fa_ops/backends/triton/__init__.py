@@ -14,15 +14,14 @@ from fa_ops.backends.triton import short_rows
 from fa_ops.backends.triton.arguments import size_error
 from fa_ops.backends.triton.backward import backward, varlen_backward
 from fa_ops.backends.triton.cached import attends_whole_rows, cache_forward, prepare_append
-from fa_ops.backends.triton.configs import holds_short_rows
-from fa_ops.backends.triton.configs_backward import holds_wide_single
+from fa_ops.backends.triton.configs import holds_short_rows, holds_wide_single
 from fa_ops.backends.triton.decode import cache_error, prepare_cached
+from fa_ops.backends.triton.eight_bit import architecture_error, quantized_forward
 from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture, interpreter_error
-from fa_ops.backends.triton.mask_blocks import mask_blocks
+from fa_ops.backends.triton.masks import mask_blocks
 from fa_ops.backends.triton.merge import merge_into, merge_states
-from fa_ops.backends.triton.quantized import architecture_error, quantized_forward
-from fa_ops.call import (
+from fa_ops.call.call import (
     APPEND,
     CACHED,
     DENSE,
@@ -36,18 +35,16 @@ from fa_ops.call import (
     decoding,
     general,
 )
-from fa_ops.geometry import (
-    has_short_gradients,
-    has_short_rows,
-    is_decoding,
-    queries_of_kv_head,
-)
-from fa_ops.types import (
+from fa_ops.call.options import (
     MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
     MAX_QUANTIZED_HEAD_DIM,
     Spec,
     dtype_name,
+    has_short_gradients,
+    has_short_rows,
+    is_decoding,
+    queries_of_kv_head,
 )
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

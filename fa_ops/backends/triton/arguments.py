@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
-from fa_ops.types import ALIGNMENT, MAX_LENGTH, Spec, mask_tiles
+from fa_ops.call.options import ALIGNMENT, MAX_LENGTH, Spec, mask_tiles
 
 LOG2E = 1.4426950408889634
 _MAX_WINDOW = 2 * MAX_LENGTH  # longer than every sequence, and small enough to add to a position

@@ -9,17 +9,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.backends.triton.alignment import aligned, needs_copies, restored, scaled
 from fa_ops.backends.triton.arguments import LOG2E, Class, Layout, arguments, widths
-from fa_ops.backends.triton.backward_kernels import ROW_UNIT
-from fa_ops.backends.triton.backward_key_kernel import key_value_grad_kernel
-from fa_ops.backends.triton.backward_query_kernel import query_grad_kernel
-from fa_ops.backends.triton.configs import Tile
-from fa_ops.backends.triton.configs_backward import backward_tiles, divides, mask_tile
+from fa_ops.backends.triton.backward_kernels import (
+    ROW_UNIT,
+    key_value_grad_kernel,
+    query_grad_kernel,
+)
+from fa_ops.backends.triton.configs import Tile, backward_tiles, divides, mask_tile
 from fa_ops.backends.triton.float32_parts import in_parts, products
-from fa_ops.backends.triton.launch import Launch, architecture, bind
-from fa_ops.backends.triton.mask_backward_kernel import mask_grad_kernel
-from fa_ops.types import ALIGNMENT, Gradients, Packing, Spec
+from fa_ops.backends.triton.launch import (
+    Launch,
+    aligned,
+    architecture,
+    bind,
+    needs_copies,
+    restored,
+    scaled,
+)
+from fa_ops.backends.triton.mask_gradient import mask_grad_kernel
+from fa_ops.call.options import ALIGNMENT, Gradients, Packing, Spec
 
 _SPLIT_PROGRAMS = 512  # of the mask's gradient: a few for each multiprocessor
 

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from fa_ops.backends import conversion
 from fa_ops.backends.triton import decode
-from fa_ops.backends.triton.alignment import needs_copies
+from fa_ops.backends.triton.append import bind_cache, prepare_cache
 from fa_ops.backends.triton.arguments import Layout
-from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache
 from fa_ops.backends.triton.dequantize import dequantized
 from fa_ops.backends.triton.forward import forward, paged_forward
-from fa_ops.call import CACHED, Call, Run
-from fa_ops.geometry import is_prefill
-from fa_ops.types import MAX_HEAD_DIM, Cache, Spec
+from fa_ops.backends.triton.launch import needs_copies
+from fa_ops.call.call import CACHED, Call, Run
+from fa_ops.call.options import MAX_HEAD_DIM, Cache, Spec, is_prefill
 
 
 def cache_forward(

@@ -194,3 +194,175 @@ def holds_short_rows(arch: int, tokens: int, head_dim: int, backward: bool) -> b
     if arch == 90 or INTERPRETED:
         return True
     return tokens <= 64 and not (backward and head_dim > 32)
+
+
+# by generation: (query_tile, key_value_tile) for heads to 64, to 128 and to 256 wide
+_HALF = {
+    80: (  # 163 KiB of shared memory
+        (Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+        (Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
+        (Tile(64, 64, 8, 1), Tile(32, 64, 8, 1)),
+    ),
+    86: (  # 99 KiB
+        (Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+        (Tile(128, 32, 8, 2), Tile(64, 64, 8, 1)),
+        (Tile(64, 32, 8, 1), Tile(32, 32, 8, 2)),
+    ),
+    90: (
+        # two programs of four warps on a multiprocessor: one's exponentials hide under the other's
+        # products; eight warps are 1 % faster for queries of full, 25 % slower of causal attention
+        (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+        # key_value: 10 % faster than eight warps with 128 keys, in spite of spills before the loop
+        (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+        (Tile(128, 64, 8, 1), Tile(64, 64, 8, 2)),
+    ),
+    100: (
+        (Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+        (Tile(128, 64, 8, 2), Tile(32, 64, 8, 2)),
+        (Tile(128, 64, 8, 1), Tile(32, 64, 8, 1)),
+    ),
+}
+_SINGLE = (
+    (Tile(32, 32, 4, 2), Tile(32, 64, 8, 2)),
+    (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
+    (Tile(16, 16, 4, 2), Tile(16, 16, 8, 2)),
+)
+# float32 in three parts of 16 bits, by width
+_SPLIT = {
+    80: {
+        32: (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
+        64: (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
+        128: (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
+    },
+    90: {
+        32: (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 168)),
+        64: (Tile(64, 64, 4, 1), Tile(32, 64, 4, 2)),
+        128: (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+    },
+}
+
+# Heads to 512 wide: (query_tile, that of dk, that of dv). dq and dk read from four tiles in shared
+# memory, of which Hopper's holds one stage; dv reads from three, and has two.
+_WIDE_HALF = {
+    80: (Tile(64, 16, 8, 1), Tile(16, 64, 8, 1), Tile(16, 64, 8, 2)),
+    86: (Tile(32, 16, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 2)),
+    90: (Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), Tile(32, 64, 8, 2)),
+    100: (Tile(64, 16, 8, 2), Tile(32, 64, 8, 1), Tile(32, 64, 8, 1)),
+}
+_WIDE_SINGLE = Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)  # 128 KiB
+
+
+def divides(mode: str, head_dim: int) -> bool:
+    """Whether the backward kernels need `matrix_products.divided`: 64 rows for eight warps."""
+    return head_dim > (64 if mode == "split" else 256)
+
+
+def backward_tiles(
+    arch: int, dtype: torch.dtype, head_dim: int, mode: str = "ieee"
+) -> tuple[Tile, ...]:
+    """Tiles of `query_grad_kernel` and of each launch of `key_value_grad_kernel` on a GPU of
+    capability `arch`: one for both gradients, or one for dk and one for dv.
+
+    `head_dim` is the larger of D and Dv, `mode` that of `matrix_products.product`.
+    """
+    if mode == "split":
+        return _SPLIT[90 if arch == 90 else 80][max(32, padded(head_dim))]
+    size = max(padded(head_dim), 64).bit_length() - 7
+    if dtype == torch.float32:
+        return _WIDE_SINGLE if size == 3 else _SINGLE[size]
+    generation = _generation(arch)
+    return _WIDE_HALF[generation] if size == 3 else _HALF[generation][size]
+
+
+def holds_wide_single(arch: int) -> bool:
+    """Whether a GPU's shared memory holds the tiles of float32 and heads over 256 wide."""
+    return _generation(arch) != 86
+
+
+def _generation(arch: int) -> int:
+    """The key of `_HALF` for GPUs with the same instructions and as much shared memory."""
+    if arch in (80, 87):
+        return 80
+    if 90 <= arch < 120:
+        return 90 if arch < 100 else 100
+    return 86
+
+
+def mask_tile(dtype: torch.dtype, head_dim: int) -> Tile:
+    """Tile of `mask_grad_kernel`: q, k, v and dO fill 64 KiB of shared memory, on every GPU."""
+    width = padded(head_dim) * dtype.itemsize
+    side = 64 if width <= 256 else 32 if width <= 512 else 16
+    return Tile(side, side, 4, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTile:
+    """Block sizes and compiler options of the split kernel."""
+
+    block_m: int  # query rows
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int
+    per_sm: int  # programs that a multiprocessor holds at once
+
+    def options(self) -> dict[str, int]:
+        """The compiler options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# Keys of a piece under `batch_invariant`: few enough that one sequence of 32k keys with 8 kv heads
+# fills 132 multiprocessors twice, and a multiple of every block_n below.
+FIXED_KEYS = 1024
+
+# A call is light if a multiprocessor has at most this many keys to read: then one program, with
+# fewer pieces to merge, may suffice; otherwise two, one of which loads while the other computes.
+LIGHT_KEYS = 2048
+
+MERGE_WARPS, MERGE_PARTS = 4, 16
+
+
+def decode_tile(
+    arch: int, dtype: torch.dtype, fp8: bool, D: int, Dv: int, rows: int, light: bool
+) -> DecodeTile:
+    """The tile for `rows` query rows per kv head. More than 32 go to several programs: with 64,
+    Triton takes wgmma on Hopper, and there its accumulators spill from D = 256 on."""
+    width = min(512, max(64, padded(D), padded(Dv)))
+    roomy = arch in (80, 87, 90) or 100 <= arch < 120
+    if dtype == torch.float32:
+        return _FP32[width]
+    table = (_ROOMY_FP8 if fp8 else _ROOMY) if roomy else _SMALL
+    tile = table[width][light] if roomy else table[width]
+    if rows <= 16 or not roomy:
+        return tile
+    if width == 512 and D <= 512 and not fp8:  # keys and values that share no memory
+        return DecodeTile(32, 32, 8, 3, 1)
+    return dataclasses.replace(tile, block_m=32, num_warps=8 if width > 128 else tile.num_warps)
+
+
+# By the larger head dimension: (the tile, the tile of light calls). Bytes in flight decide, some
+# 64 to 96 KB per multiprocessor. With heads of 128, two programs of 3 stages are faster than one of
+# 4 for light calls too (`bench decode`), but for one row of 8k keys, where they are equal.
+_ROOMY = {
+    64: (DecodeTile(16, 128, 4, 3, 2), DecodeTile(16, 128, 4, 4, 1)),
+    128: (DecodeTile(16, 64, 4, 3, 2), DecodeTile(16, 64, 4, 3, 2)),
+    256: (DecodeTile(16, 32, 4, 3, 2), DecodeTile(16, 32, 4, 4, 1)),
+    512: (DecodeTile(16, 64, 8, 2, 1), DecodeTile(16, 64, 8, 2, 1)),
+}
+_ROOMY_FP8 = {
+    64: (DecodeTile(16, 128, 4, 4, 3), DecodeTile(16, 128, 4, 4, 1)),
+    128: (DecodeTile(16, 64, 4, 4, 3), DecodeTile(16, 128, 4, 4, 1)),
+    256: (DecodeTile(16, 64, 4, 3, 2), DecodeTile(16, 64, 4, 4, 1)),
+    512: (DecodeTile(16, 64, 8, 2, 1), DecodeTile(16, 64, 8, 2, 1)),
+}
+_SMALL = {  # 99 KB of shared memory
+    64: DecodeTile(16, 64, 4, 3, 2),
+    128: DecodeTile(16, 32, 4, 3, 2),
+    256: DecodeTile(16, 32, 4, 2, 1),
+    512: DecodeTile(16, 16, 4, 2, 1),
+}
+_FP32 = {
+    64: DecodeTile(16, 32, 4, 2, 2),
+    128: DecodeTile(16, 32, 4, 2, 2),
+    256: DecodeTile(16, 16, 4, 2, 1),
+    512: DecodeTile(16, 16, 4, 2, 1),
+}

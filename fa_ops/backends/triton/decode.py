@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fa_ops.backends.triton.append import bind_cache, prepare_cache
 from fa_ops.backends.triton.arguments import (
     NAMES,
     Class,
@@ -22,7 +23,7 @@ from fa_ops.backends.triton.arguments import (
     precision,
     size_error,
 )
-from fa_ops.backends.triton.configs_decode import (
+from fa_ops.backends.triton.configs import (
     FIXED_KEYS,
     LIGHT_KEYS,
     MERGE_PARTS,
@@ -30,7 +31,6 @@ from fa_ops.backends.triton.configs_decode import (
     DecodeTile,
     decode_tile,
 )
-from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
 from fa_ops.backends.triton.launch import (
     INTERPRETED,
@@ -42,8 +42,8 @@ from fa_ops.backends.triton.launch import (
     interpreter_error,
     multiprocessors,
 )
-from fa_ops.call import Call, Run
-from fa_ops.types import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec, dtype_name, scales_of
+from fa_ops.call.call import Call, Run
+from fa_ops.call.options import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec, dtype_name, scales_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn

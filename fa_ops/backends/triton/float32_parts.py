@@ -19,7 +19,7 @@ from fa_ops.backends.triton import configs
 from fa_ops.backends.triton.arguments import Layout, padded, precision, widths
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
 from fa_ops.backends.triton.matrix_products import rounded
-from fa_ops.types import ALIGNMENT
+from fa_ops.call.options import ALIGNMENT
 
 _launches: dict[tuple, Launch] = {}
 # the interpreter multiplies no bfloat16

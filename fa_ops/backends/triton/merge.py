@@ -12,7 +12,7 @@ from torch import Tensor
 from fa_ops.backends.triton.arguments import padded
 from fa_ops.backends.triton.launch import Launch, bind
 from fa_ops.backends.triton.primitives import LARGEST
-from fa_ops.types import ALIGNMENT
+from fa_ops.call.options import ALIGNMENT
 
 _ROWS = 16
 _launches: dict[tuple, Launch] = {}

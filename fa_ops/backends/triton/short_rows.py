@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_ops.backends.triton.alignment import aligned, narrowed, needs_copies, scaled
 from fa_ops.backends.triton.arguments import Class, Layout, arguments, padded
 from fa_ops.backends.triton.backward import (
     laid_out_as,
@@ -30,12 +29,25 @@ from fa_ops.backends.triton.backward import (
     strides_of,
     written_like,
 )
-from fa_ops.backends.triton.backward_kernels import ROW_UNIT, exact_size, row_capacity
-from fa_ops.backends.triton.backward_key_kernel import key_value_grad_block
-from fa_ops.backends.triton.backward_query_kernel import query_grad_block
+from fa_ops.backends.triton.backward_kernels import (
+    ROW_UNIT,
+    exact_size,
+    key_value_grad_block,
+    query_grad_block,
+    row_capacity,
+)
 from fa_ops.backends.triton.configs import ShortTile, short_backward_tile, short_forward_tile
-from fa_ops.backends.triton.forward_kernel import EXACT_KEYS, EXACT_ROWS, attend_block
-from fa_ops.backends.triton.launch import Launch, bind, empty, multiprocessors
+from fa_ops.backends.triton.forward import EXACT_KEYS, EXACT_ROWS, attend_block
+from fa_ops.backends.triton.launch import (
+    Launch,
+    aligned,
+    bind,
+    empty,
+    multiprocessors,
+    narrowed,
+    needs_copies,
+    scaled,
+)
 from fa_ops.backends.triton.primitives import (
     LN2,
     LOG2E,
@@ -44,7 +56,7 @@ from fa_ops.backends.triton.primitives import (
     natural,
     store_tile,
 )
-from fa_ops.types import MAX_SHORT_ROWS, Gradients, Spec
+from fa_ops.call.options import MAX_SHORT_ROWS, Gradients, Spec
 
 
 @triton.jit

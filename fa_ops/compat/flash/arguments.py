@@ -7,8 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from fa_ops.argument_types import need_int, need_number, need_tensor
-from fa_ops.types import dtype_name
+from fa_ops import tracing
+from fa_ops.backends.dropout import keep_mask
+from fa_ops.call import checks
+from fa_ops.call.options import Packing, dtype_name
+from fa_ops.call.python_types import need_int, need_number, need_tensor
 
 DENSE, PACKED, PAGES = "(B, S, H, D)", "(T, H, D)", "(pages, page_size, H, D)"
 Window = tuple[int | None, int | None]
@@ -148,3 +151,133 @@ def infinite_where_empty(lse: Tensor) -> Tensor:
 def finite_or_empty(lse: Tensor) -> Tensor:
     """Our lse, which is -inf in rows that attend no key, for that of FlashAttention 2."""
     return lse.masked_fill(lse == float("inf"), float("-inf"))
+
+
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # first query, queries, first key, keys of each
+
+
+def packing_of(
+    parts: Parts, longest_q: int | None, longest_k: int | None
+) -> tuple[Packing, Tensor]:
+    """The packing of segments that are in order, and the numbers of keys of its sequences."""
+    first_q, queries, first_k, keys = parts
+    ends_q, ends_k = (
+        torch.stack((first, first + n), -1).flatten().int()
+        for first, n in ((first_q, queries), (first_k, keys))
+    )
+    kv_lens = torch.stack((keys, torch.zeros_like(keys)), -1).flatten()[:-1].int()
+    if longest_q is not None and len(kv_lens) and tracing.can_read(ends_q):
+        longest_q = max(longest_q, int(ends_q.diff().max()))  # also of what lies between
+    return Packing(ends_q, ends_k, longest_q, longest_k), kv_lens
+
+
+def check(packing: Packing, tokens: tuple[int, int]) -> None:
+    """Raise ValueError or TypeError for boundaries that errors about segments would not name.
+
+    `tokens` are the numbers of queries and keys. Their values are checked on the CPU only.
+    """
+    for name, ends, most in zip(packing._fields, packing[:2], tokens):
+        check_list(name, ends)
+        has_shape(name, ends, (len(packing.cu_seqlens_q),))
+        if tracing.can_read(ends):
+            checks.cu_seqlens(name, ends, most)
+
+
+def check_longest(name: str, longest: int | None, lens: Tensor) -> None:
+    """Raise ValueError for an upper bound that is negative or, on the CPU, below a length."""
+    if longest is not None and longest < 0:
+        raise ValueError(f"{name} must not be negative, got {longest}")
+    if tracing.can_read(lens):
+        checks.max_seqlen(name, longest, lens, "queries" if name.endswith("q") else "keys")
+
+
+def used(ends_q: Tensor, ends_k: Tensor, queries: Tensor | None, keys: Tensor | None) -> Parts:
+    """The segments of sequences of which the first queries and keys are used; ``None``: all."""
+    counts = (
+        ends.diff() if n is None else torch.minimum(n, ends.diff()).clamp(min=0)
+        for ends, n in ((ends_q, queries), (ends_k, keys))
+    )
+    queries, keys = counts
+    return ends_q[:-1], queries, ends_k[:-1], keys
+
+
+def chunks(parts: Parts, size: int, longest: int) -> Parts:
+    """The segments of which each query attends only keys of its own chunk of positions.
+
+    Chunk ``c`` has the positions from ``c * size`` on. A segment of n queries lies in at most
+    ``ceil(n / size) + 1`` chunks; the number of segments follows from `longest`, the upper bound.
+    """
+    first_q, queries, first_k, keys = (x.long()[:, None] for x in parts)
+    before = keys - queries  # the position of the first query
+    number = torch.arange(-(-longest // size) + 1, device=keys.device)
+    start = (before.div(size, rounding_mode="floor") + number) * size
+    zero = torch.zeros_like(keys)
+    query, query_end, key, key_end = (
+        torch.minimum(torch.maximum(x, zero), n)
+        for x, n in (
+            (start - before, queries), (start + size - before, queries), (start, keys),
+            (start + size, keys),
+        )
+    )  # fmt: skip
+    found = first_q + query, query_end - query, first_k + key, key_end - key
+    return tuple(x.flatten() for x in found)
+
+
+def chunk_ranges(Sq: int, Sk: int, size: int, device: torch.device) -> Tensor:
+    """The key ranges (1, 1, Sq, 2) of queries that attend their own chunk of positions."""
+    positions = torch.arange(Sk - Sq, Sk, device=device, dtype=torch.int32)
+    start = positions.div(size, rounding_mode="floor") * size
+    return torch.stack((start, start + size), -1)[None, None]
+
+
+_MULTIPLE = 128  # lengths are rounded up to multiples of it
+
+
+def signed_weights(
+    q: Tensor, k: Tensor, seed: Tensor, lens: tuple[Tensor | int, Tensor | int], options: dict
+) -> Tensor:
+    """Softmax before its normalisation; dropped weights are negative, masked ones 0.
+
+    Args:
+        q: ``(B, Sq, Hq, D)``.
+        k: ``(B, Sk, Hkv, D)``.
+        seed: that of the call.
+        lens: the numbers of queries and of keys, of each row ``(B, 1, 1, 1)`` or of all.
+        options: those of fa_ops.attention.
+
+    Returns:
+        ``(B, Hq, Sq, Sk)`` in q's dtype with both lengths rounded up to multiples of 128:
+        ``exp(score - m)``, where ``m`` is the largest score of the row.
+    """
+    (B, Sq, Hq, D), (Sk, Hkv), dtype = q.shape, k.shape[1:3], q.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k = (x.detach().to(wide).transpose(1, 2) for x in (q, k))
+    scale = D**-0.5 if options["scale"] is None else options["scale"]
+    scores = q @ k.repeat_interleave(Hq // Hkv, 1).mT * scale
+    if options["softcap"]:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    rows = torch.arange(Sq, device=q.device)[:, None]
+    columns = torch.arange(Sk, device=q.device)
+    distance = columns - rows - (lens[1] - lens[0])
+    slopes = options["alibi_slopes"]
+    if slopes is not None:
+        scores = scores - slopes.reshape(-1, Hq, 1, 1) * distance.abs()
+    visible = _visible(distance, options) & (rows < lens[0]) & (columns < lens[1])
+    scores = scores.masked_fill(~visible, float("-inf"))
+    largest = scores.amax(-1, keepdim=True) if Sk else scores.new_zeros(B, Hq, Sq, 1)
+    weights = (scores - largest.masked_fill(largest == float("-inf"), 0.0)).exp()
+    stream = torch.arange(B * Hq, device=q.device).view(B, Hq, 1, 1)
+    keep = keep_mask(seed, stream, rows, columns, options["dropout_p"])
+    weights = torch.where(keep, weights, -weights).to(dtype)
+    return torch.nn.functional.pad(weights, (0, -Sk % _MULTIPLE, 0, -Sq % _MULTIPLE))
+
+
+def _visible(distance: Tensor, options: dict) -> Tensor:
+    """Which keys at these distances from the queries' positions are attended."""
+    left, right = options["window"] or (-1, -1)
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        visible &= distance >= -left
+    if right >= 0:
+        visible &= distance <= right
+    return visible & (distance <= 0) if options["is_causal"] else visible

@@ -1,4 +1,4 @@
-"""Caches of keys and values in flash-attn's layouts."""
+"""The positions at which flash-attn rotates queries and new keys of a cache."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import checks, tracing
-from fa_ops.argument_types import need_tensor
+from fa_ops import tracing
+from fa_ops.backends import rotary
+from fa_ops.call import cache_checks, cache_memory, checks
+from fa_ops.call.checks import FP8
+from fa_ops.call.python_types import need_tensor
 from fa_ops.compat.flash.arguments import (
     DENSE,
+    PACKED,
     PAGES,
     Window,
     flag,
@@ -20,8 +24,206 @@ from fa_ops.compat.flash.arguments import (
     shape,
     unit_stride,
 )
-from fa_ops.compat.flash.rotation import Rotation
-from fa_ops.kv_cache import attention_with_kv_cache
+from fa_ops.functions import varlen as varlen_pages
+from fa_ops.functions.kv_cache import attention_with_kv_cache
+from fa_ops.ops import library
+from fa_ops.ops.autograd import undifferentiable
+
+
+class Rotation(NamedTuple):
+    """The tables of a rotary embedding, ``(positions, R / 2)``, and how to use them."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    queries_differ: bool  # else all queries of a row are at one position, that of its first new key
+
+    def of_rows(self, q: Tensor, k: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """q ``(B, Sq, Hq, D)`` and k ``(B, Sn, Hkv, D)``, rotated from positions offsets (B,) on.
+
+        Tensors that do not fit are returned unchanged, because the operator refuses them.
+        """
+        cache_checks.rotary(q.transpose(1, 2), self.cos, self.sin)
+        (B, Sq, _, D), Sn = q.shape, k.shape[1]
+        if offsets.shape != (B,) or k.shape[0] != B or k.shape[3] != D:
+            return q, k
+        steps = Sq if self.queries_differ else 1
+        self._check(offsets, max(Sn, steps))
+        rows = (offsets[:, None] + torch.arange(n, device=q.device) for n in (steps, Sn))
+        return tuple(
+            self._rotated(x, positions.expand(-1, x.shape[1])) for x, positions in zip((q, k), rows)
+        )
+
+    def of_tokens(self, x: Tensor, ends: Tensor, offsets: Tensor, differ: bool) -> Tensor:
+        """Packed tokens x ``(T, H, D)``, rotated from the positions offsets (B,) on."""
+        cache_checks.rotary(x[None].transpose(1, 2), self.cos, self.sin)
+        token = torch.arange(x.shape[0], device=x.device)
+        sequence = torch.searchsorted(ends[1:].contiguous(), token, right=True)
+        inside = (sequence < len(ends) - 1) & (token >= ends[0])
+        sequence = sequence.clamp(max=len(ends) - 2)
+        positions = offsets[sequence] + (token - ends[sequence] if differ else 0)
+        self._check(positions.where(inside, 0), 1)
+        return self._rotated(x[None], positions[None])[0]
+
+    def _check(self, offsets: Tensor, steps: int) -> None:
+        if tracing.can_read(offsets) and len(offsets):
+            needed, found = int(offsets.max()) + steps, self.cos.shape[0]
+            if needed > found:
+                raise ValueError(f"rotary_cos has {found} positions, but {needed} are needed")
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        positions = positions.clamp(0, self.cos.shape[0] - 1)
+        x = rotary.rotated(x.transpose(1, 2), self.cos, self.sin, self.interleaved, positions)
+        return x.transpose(1, 2)
+
+
+def attend_pages(
+    q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor, ends: Tensor,
+    longest: int | None, options: dict,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of packed queries over a paged cache.
+
+    Args:
+        q: ``(Tq, Hq, D)``.
+        k: ``(pages, page_size, Hkv, D)``.
+        v: ``(pages, page_size, Hkv, Dv)``.
+        lens: int32 ``(B,)``, the number of keys of each sequence.
+        table: int32 ``(B, max_pages)``.
+        ends: int32 ``(B + 1,)``, the cumulative numbers of queries.
+        longest: upper bound on the number of queries of a sequence; ``None``: ``Tq``.
+        options: those of :func:`fa_ops.attention_with_kv_cache`.
+
+    Returns:
+        out ``(Tq, Hq, Dv)`` and lse ``(Hq, Tq)``, 0 and -inf for tokens outside every sequence.
+        Backward raises NotImplementedError.
+    """
+    shape(PACKED, q=q)
+    shape(PAGES, k=k, v=v)
+    shape("(B, max_pages)", block_table=table)
+    inputs = [unit_stride(x) for x in (q, k, v)]
+    detached = (x.detach() for x in inputs)
+    out, lse = varlen_pages.attend_pages(*detached, ends, lens, table, (longest, None), options)
+    message = "attention over pages (block_table) has no backward pass"
+    return undifferentiable(message, inputs, out, lse)
+
+
+def attend_chunks(
+    q: Tensor, caches: Caches, lens: Tensor, ends: Tensor, leftpad: Tensor | None, chunk: int,
+    options: dict,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same where a query attends only keys in its chunk of positions behind the padding.
+
+    Each query is a row of its own, whose mask is a range of keys.
+    """
+    varlen_pages.check(q, caches.k, caches.v, ends, lens, caches.table)
+    token = torch.arange(q.shape[0], device=q.device)
+    sequence = torch.searchsorted(ends[1:].contiguous(), token, right=True)
+    inside = (sequence < len(lens)) & (token >= ends[0])
+    sequence = sequence.clamp(max=max(len(lens) - 1, 0))
+    keys = lens[sequence]
+    position = keys - (ends[sequence + 1] - token)
+    pad = torch.zeros_like(keys) if leftpad is None else leftpad[sequence]
+    first = (position - pad).div(chunk, rounding_mode="floor") * chunk + pad
+    left, right = options["window"] or (-1, -1)
+    right = 0 if options["is_causal"] else right
+    lower, upper = torch.maximum(first, pad), first + chunk
+    if left >= 0:
+        lower = torch.maximum(lower, position - left)
+    if right >= 0:
+        upper = torch.minimum(upper, position + right + 1)
+    ranges = torch.stack((lower, upper), -1).where(inside[:, None], 0)[:, None, None]
+    names = "scale", "softcap", "num_splits"
+    out, lse = attention_with_kv_cache(
+        q[:, :, None], caches.k, caches.v, keys, caches.table[sequence],
+        key_ranges=ranges.int().contiguous(), return_lse=True,
+        **{name: options[name] for name in names},
+    )  # fmt: skip
+    return out[:, :, 0], lse[:, :, 0].T.contiguous()
+
+
+def append(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> None:
+    """Write tokens into pages.
+
+    Args:
+        caches: in pages.
+        k: ``(T, Hkv, D)``.
+        v: ``(T, Hkv, Dv)``.
+        ends: int32 ``(B + 1,)``, the cumulative numbers of new tokens.
+        lens: int32 ``(B,)``, the number of keys of each row before.
+
+    The arguments are those that `check_new` accepts. Tokens outside every sequence or beyond the
+    cache are not written. Nothing is waited for.
+    """
+    if not k.shape[0]:
+        return
+    (pages, size), rows = caches.k.shape[:2], len(lens)
+    token = torch.arange(k.shape[0], device=k.device)
+    sequence = torch.searchsorted(ends[1:].contiguous(), token, right=True)
+    row = sequence.clamp(max=rows - 1)
+    position = lens[row] + token - ends[row]
+    column = (position // size).clamp(0, caches.table.shape[1] - 1)
+    page = caches.table[row, column].long()
+    valid = (sequence < rows) & (token >= ends[0]) & (position >= 0) & (position < caches.room)
+    valid &= (page >= 0) & (page < pages)
+    # A token that is not written repeats the write of the first one that is, or what is there.
+    first = valid.int().argmax(0, keepdim=True)  # a tensor without dimensions would be read
+    page = page.where(valid, page[first]).clamp(0, pages - 1)
+    slot = (position % size).where(valid, (position % size)[first])
+    for cache, new in ((caches.k, k), (caches.v, v)):
+        if cache.dtype == FP8:  # numbers in 8 bits have few operations of torch
+            new = new if new.dtype == FP8 else saturated(new)
+            cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+        kept = torch.where(
+            valid[first], new[first].to(cache.dtype), cache[page[first], slot[first]]
+        )
+        cache[page, slot] = torch.where(valid[:, None, None], new.to(cache.dtype), kept)
+
+
+def check_appended(
+    q: Tensor, caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor
+) -> None:
+    """Raise ValueError or TypeError for tokens that `append` cannot write.
+
+    On the CPU also for tokens beyond the cache.
+    """
+    shape(PACKED, k=k, v=v)
+    for name, x, cache in (("k", k, caches.k), ("v", v, caches.v)):
+        checks.same_device(q, name, x, "q")
+        checks.need(x.dtype == q.dtype, "{} is {}, but q is {}", name, x.dtype, q.dtype,
+                    error=TypeError)  # fmt: skip
+        has_shape(name, x, (k.shape[0], *cache.shape[2:]))
+    has_memory = not (tracing.is_compiling() or tracing.in_functorch()) and all(
+        type(t) in tracing.PLAIN and library.is_strided(t) for t in (caches.k, caches.v)
+    )
+    if has_memory:
+        has_pages = caches.table.shape[1] > 1  # one is a row of a contiguous cache
+        checks.need(not cache_memory.caches_share_memory(caches.k, caches.v, has_pages),
+                    "v_cache shares memory with k_cache, and both are written to")  # fmt: skip
+    checks.integers(k, "cu_seqlens_k_new", ends)
+    has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,))
+    checks.integers(k, "cache_seqlens", lens)
+    has_shape("cache_seqlens", lens, (len(caches.table),))
+    if not tracing.can_read(ends, lens, caches.table):
+        return
+    checks.cu_seqlens("cu_seqlens_k_new", ends, k.shape[0])
+    size = caches.k.shape[1]
+    for b, (held, new) in enumerate(zip(lens.tolist(), ends.diff().tolist())):
+        if held < 0 or held + new > caches.room:
+            raise ValueError(
+                f"cache_seqlens[{b}] is {held}, which with {new} new keys is not within the "
+                f"cache's {caches.room}"
+            )
+        used = caches.table[b, : -(-(held + new) // size)]
+        if ((used < 0) | (used >= len(caches.k))).any():
+            raise ValueError(
+                f"page_table[{b}] has pages {used.tolist()}, but there are {len(caches.k)}"
+            )
+
+
+def saturated(x: Tensor) -> Tensor:
+    """x rounded to e4m3; larger numbers become the largest."""
+    largest = torch.finfo(FP8).max
+    return x.clamp(-largest, largest).to(FP8)
 
 
 class Caches(NamedTuple):

@@ -19,16 +19,14 @@ arguments: query, key, value, kv_lens, page_table.
 """
 
 from fa_ops.compat.flash_attn import flash_attn_interface
-from fa_ops.compat.flash_attn.dense import (
+from fa_ops.compat.flash_attn.attention import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
-)
-from fa_ops.compat.flash_attn.kvcache import flash_attn_with_kvcache
-from fa_ops.compat.flash_attn.varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 
 __version__ = "2.8.3"  # the release whose functions these are

@@ -7,10 +7,11 @@ import importlib
 import torch
 from torch import Tensor
 
-from fa_ops import checks, tracing
-from fa_ops.argument_types import need_tensor
+from fa_ops import tracing
+from fa_ops.call import checks
+from fa_ops.call.options import dtype_name
+from fa_ops.call.python_types import need_tensor
 from fa_ops.compat.flash.arguments import count, has_shape
-from fa_ops.types import dtype_name
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:

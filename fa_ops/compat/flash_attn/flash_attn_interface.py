@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fa_ops.compat.flash_attn import dense, kvcache, varlen
+from fa_ops.compat.flash_attn import attention
 from fa_ops.compat.flash_attn import raw as flash_attn_gpu
 
-flash_attn_func = dense.flash_attn_func
-flash_attn_kvpacked_func = dense.flash_attn_kvpacked_func
-flash_attn_qkvpacked_func = dense.flash_attn_qkvpacked_func
-flash_attn_varlen_func = varlen.flash_attn_varlen_func
-flash_attn_varlen_kvpacked_func = varlen.flash_attn_varlen_kvpacked_func
-flash_attn_varlen_qkvpacked_func = varlen.flash_attn_varlen_qkvpacked_func
-flash_attn_with_kvcache = kvcache.flash_attn_with_kvcache
+flash_attn_func = attention.flash_attn_func
+flash_attn_kvpacked_func = attention.flash_attn_kvpacked_func
+flash_attn_qkvpacked_func = attention.flash_attn_qkvpacked_func
+flash_attn_varlen_func = attention.flash_attn_varlen_func
+flash_attn_varlen_kvpacked_func = attention.flash_attn_varlen_kvpacked_func
+flash_attn_varlen_qkvpacked_func = attention.flash_attn_varlen_qkvpacked_func
+flash_attn_with_kvcache = attention.flash_attn_with_kvcache
 
 USE_TRITON_ROCM = False
 

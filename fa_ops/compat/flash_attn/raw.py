@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.api import dropout_seed
-from fa_ops.argument_types import need_tensor
+from fa_ops.call.python_types import need_tensor
 from fa_ops.compat.flash.arguments import (
     DENSE,
     PACKED,
@@ -22,11 +21,12 @@ from fa_ops.compat.flash.arguments import (
     of_sequences,
     scalar,
     shape,
+    signed_weights,
     unit_stride,
 )
-from fa_ops.compat.flash.weights import signed_weights
-from fa_ops.compat.flash_attn import dense, varlen
-from fa_ops.compat.flash_attn.kvcache import flash_attn_with_kvcache
+from fa_ops.compat.flash_attn import attention
+from fa_ops.compat.flash_attn.attention import flash_attn_with_kvcache
+from fa_ops.functions.attention import dropout_seed
 from fa_ops.ops import dense as dense_operators
 from fa_ops.ops import varlen as varlen_operators
 
@@ -43,11 +43,11 @@ def fwd(
     shape(DENSE, q=q, k=k, v=v)
     buffers(out=(out, (*q.shape[:-1], v.shape[-1])))
     window = window_size_left, window_size_right
-    options = dense.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
+    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
                                False)  # fmt: skip
     return_softmax = flag("return_softmax", return_softmax)
     seed, state = _seed(q, options["dropout_p"])
-    found, lse = dense.seeded(q, k, v, seed, options)
+    found, lse = attention.seeded(q, k, v, seed, options)
     weights = q.new_empty(0)
     if return_softmax and seed is not None:
         weights = signed_weights(q, k, seed, (q.shape[1], k.shape[1]), options)
@@ -71,7 +71,7 @@ def varlen_fwd(
             f"num_splits > 1 is not supported for packed sequences, got {num_splits}"
         )
     window = window_size_left, window_size_right
-    options = dense.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
+    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
                                False)  # fmt: skip
     packing = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
     return_softmax = flag("return_softmax", return_softmax)
@@ -79,14 +79,14 @@ def varlen_fwd(
     if block_table is not None:
         if leftpad_k is not None:
             raise NotImplementedError("leftpad_k must be None with block_table")
-        found, lse = varlen.from_pages(q, k, v, packing, options, block_table, seqused_k)
+        found, lse = attention.from_pages(q, k, v, packing, options, block_table, seqused_k)
         return [_into(out, found), lse, q.new_empty(0), state]
     if leftpad_k is not None:
         of_sequences("leftpad_k", leftpad_k, cu_seqlens_k.numel() - 1)
         packing, seqused_k = _behind(packing, leftpad_k, seqused_k)
     tensors = map(unit_stride, (q, k, v))
-    found, lse = varlen.seeded(*tensors, packing, seqused_k, seed, options)
-    weights = varlen.weights(q, k, packing, seqused_k, seed if return_softmax else None, options)
+    found, lse = attention.seeded_packed(*tensors, packing, seqused_k, seed, options)
+    weights = attention.weights(q, k, packing, seqused_k, seed if return_softmax else None, options)
     return [_into(out, found), lse, weights, state]
 
 
@@ -101,10 +101,10 @@ def bwd(
     buffers(dq=(dq, q.shape), dk=(dk, k.shape), dv=(dv, v.shape))
     need_tensor("softmax_lse", softmax_lse)
     window = window_size_left, window_size_right
-    options = dense.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
+    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
                                deterministic)  # fmt: skip
     p, causal = options["dropout_p"], options["is_causal"]
-    keywords = dense.keywords_of(options, _seed_of(rng_state, p))
+    keywords = attention.keywords_of(options, _seed_of(rng_state, p))
     grad_out, *tensors, saved = map(heads_first, (dout, q, k, v, out))
     grads = dense_operators.BACKWARD(
         grad_out, None, *tensors, saved, finite_or_empty(softmax_lse), None, p, causal, **keywords
@@ -127,11 +127,11 @@ def varlen_bwd(
     buffers(dq=(dq, q.shape), dk=(dk, k.shape), dv=(dv, v.shape))
     need_tensor("softmax_lse", softmax_lse)
     window = window_size_left, window_size_right
-    options = dense.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
+    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
                                deterministic)  # fmt: skip
     packing = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
     p, causal = options["dropout_p"], options["is_causal"]
-    keywords = dense.keywords_of(options, _seed_of(rng_state, p))
+    keywords = attention.keywords_of(options, _seed_of(rng_state, p))
     grads = varlen_operators.BACKWARD(
         unit_stride(dout), None, *map(unit_stride, (q, k, v, out)), finite_or_empty(softmax_lse),
         *packing, p, causal, **keywords,

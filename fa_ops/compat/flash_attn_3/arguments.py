@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import checks
-from fa_ops.argument_types import need_tensor
+from fa_ops.call import checks
+from fa_ops.call.options import dtype_name
+from fa_ops.call.python_types import need_tensor
 from fa_ops.compat.flash.arguments import count, flag, has_shape
-from fa_ops.types import dtype_name
 
 
 def chunk_of(attention_chunk: int) -> int:

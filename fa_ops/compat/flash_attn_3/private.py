@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.argument_types import checked_packing, need_tensor
+from fa_ops.call.python_types import checked_packing, need_tensor
 from fa_ops.compat.flash.arguments import (
     DENSE,
     PACKED,
@@ -18,8 +18,8 @@ from fa_ops.compat.flash.arguments import (
     shape,
     unit_stride,
 )
-from fa_ops.compat.flash_attn.dense import keywords_of
-from fa_ops.compat.flash_attn_3 import dense, kvcache, varlen
+from fa_ops.compat.flash_attn.attention import keywords_of
+from fa_ops.compat.flash_attn_3 import attention, kvcache
 from fa_ops.compat.flash_attn_3.arguments import check_unused
 from fa_ops.ops import dense as dense_operators
 from fa_ops.ops import varlen as varlen_operators
@@ -59,13 +59,13 @@ def _flash_attn_forward(
         _refuse("with cu_seqlens_k", **of_cache)
     descales, window = (q_descale, k_descale, v_descale), (window_size_left, window_size_right)
     if cu_seqlens_k is not None:
-        result = varlen.flash_attn_varlen_func(
+        result = attention.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
             softmax_scale, causal, qv, *descales, window, attention_chunk, softcap,
             return_attn_probs=True,
         )  # fmt: skip
     elif all(given is None for given in (seqused_k, cu_seqlens_q, *of_cache.values())):
-        result = dense.flash_attn_func(
+        result = attention.flash_attn_func(
             q, k, v, softmax_scale, causal, qv, *descales, window, attention_chunk, softcap,
             return_attn_probs=True,
         )  # fmt: skip
@@ -129,7 +129,7 @@ def _flash_attn_backward(
         grads, sums = [grad.transpose(1, 2) for grad in grads[:3]], sums.transpose(1, 2)
     else:
         given = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
-        packing, kv_lens = varlen.packed(given, sequed_q, sequed_k, 0, (q.shape[0], k.shape[0]))
+        packing, kv_lens = attention.packed(given, sequed_q, sequed_k, 0, (q.shape[0], k.shape[0]))
         grad_out, *saved = map(unit_stride, inputs)
         grads = varlen_operators.BACKWARD(
             grad_out, None, *saved, softmax_lse, *checked_packing(*packing), 0.0, causal,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fa_ops.argument_types import need_int, need_tensor
+from fa_ops.call.options import dtype_name
+from fa_ops.call.python_types import need_int, need_tensor
 from fa_ops.compat.flash.arguments import (
     PACKED,
     Window,
@@ -17,8 +18,7 @@ from fa_ops.compat.flash.arguments import (
     shape,
 )
 from fa_ops.compat.ring_flash_attn.dense import Result, options_of
-from fa_ops.distributed.gathered_heads import gathered_attention
-from fa_ops.types import dtype_name
+from fa_ops.distributed.ulysses import gathered_attention
 
 
 def llama3_flash_attn_prepare_cu_seqlens(

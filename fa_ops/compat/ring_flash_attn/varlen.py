@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fa_ops.argument_types import need_tensor
+from fa_ops.call.python_types import need_tensor
 from fa_ops.compat.flash.arguments import PACKED, Window, flag, parts, shape
 from fa_ops.compat.ring_flash_attn.dense import Result, in_ring, options_of
 from fa_ops.distributed import SequenceLayout, masks

@@ -20,7 +20,7 @@ typedef float Angle;
 typedef Element Angle;
 #endif
 
-// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+// fa_ops/backends/hopper/runtime/structs.py reads this declaration.
 struct AppendParams {
   const Element* q;
   Element* rotated;                // (B, Hq, Sq, D); queries where none is rotated

@@ -9,7 +9,7 @@
 #include "masks.cuh"
 #include "sequences.cuh"
 
-// fa_ops/backends/hopper/kernel_params.py reads these declarations.
+// fa_ops/backends/hopper/runtime/structs.py reads these declarations.
 
 // A mask packed by mask.cu: strides in bytes, 0 for broadcast dimensions, and the offset of the key range in
 // a row.

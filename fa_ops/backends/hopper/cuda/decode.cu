@@ -26,7 +26,7 @@ typedef E4m3 CacheElement;
 typedef Element CacheElement;
 #endif
 
-// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+// fa_ops/backends/hopper/runtime/structs.py reads this declaration.
 struct DecodeParams {
   TensorMap q, k, v;
   Element* out;                       // (B, Sq, Hq, Dv)

@@ -6,7 +6,7 @@
 
 constexpr int TOKENS = 16, THREADS = 256;  // per CTA; a page has a multiple of 16 tokens
 
-// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+// fa_ops/backends/hopper/runtime/structs.py reads this declaration.
 struct DequantizeParams {
   const E4m3 *k, *v;
   const float *k_scale, *v_scale;  // or null

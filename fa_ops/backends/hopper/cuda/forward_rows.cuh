@@ -8,7 +8,7 @@
 #include "softmax.cuh"
 #include "tiles.cuh"
 
-// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+// fa_ops/backends/hopper/runtime/structs.py reads this declaration.
 struct ForwardParams {
   TensorMap q, k, v;
   Element* out;                             // (B, Sq, Hq, Dv)

@@ -6,7 +6,7 @@
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 
-// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+// fa_ops/backends/hopper/runtime/structs.py reads this declaration.
 struct MaskParams {
   const unsigned char* mask;
   unsigned char* bits;          // (all_heads, rows, pitch)

@@ -8,7 +8,7 @@
 // The lists of fa::mask_blocks, which hold the tiles of a dense mask that are not empty. Entries are not
 // trusted but clamped: for any contents, reads stay within the tensors and all loops end.
 
-constexpr int MASK_TILE = 128;  // MASK_BLOCK of fa_ops/types.py
+constexpr int MASK_TILE = 128;  // MASK_BLOCK of fa_ops/call/options.py
 
 struct MaskBlocks {
   const int* lists;             // of all batches and heads, or null

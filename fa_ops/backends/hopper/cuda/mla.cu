@@ -22,7 +22,7 @@
 #include "split_keys.cuh"
 #include "wgmma.cuh"
 
-// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+// fa_ops/backends/hopper/runtime/structs.py reads this declaration.
 struct MlaParams {
   TensorMap q, k;
   Element* out;                    // (B, Sq, Hq, VALUE_DIM)

@@ -13,7 +13,7 @@ struct ScaleOrder {
   int each, per;
 };
 
-// fa_ops/backends/hopper/kernel_params.py reads these declarations.
+// fa_ops/backends/hopper/runtime/structs.py reads these declarations.
 struct ScaledParams {
   const unsigned char* v;
   const float *q_from, *k_from, *v_from;  // the caller's scales

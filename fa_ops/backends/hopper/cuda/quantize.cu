@@ -11,7 +11,7 @@
 #include "eight_bit.cuh"
 #include "elements.cuh"
 
-// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+// fa_ops/backends/hopper/runtime/structs.py reads this declaration.
 struct QuantizeParams {
   const Element *q, *k, *v;
   // q8 may be null: not written

@@ -39,7 +39,7 @@
 #include "tile_producer.cuh"
 #include "wgmma.cuh"
 
-// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+// fa_ops/backends/hopper/runtime/structs.py reads this declaration.
 struct QuantizedParams {
   TensorMap q, k, v;      // (B, Hq, Sq, D), (B, Hkv, Sk, D), and (B, Hkv, Dv, keys) as quantize.cu writes it
   Element* out;           // (B, Sq, Hq, Dv)

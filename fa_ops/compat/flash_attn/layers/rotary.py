@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.argument_types import need_tensor
+from fa_ops.call.python_types import need_tensor
 from fa_ops.compat.flash.arguments import count, flag, number
 from fa_ops.compat.flash_attn.ops.triton.rotary import apply_rotary, check
 

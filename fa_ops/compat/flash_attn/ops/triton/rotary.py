@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import checks
-from fa_ops.argument_types import need_int, need_tensor
 from fa_ops.backends.rotary import rotated
+from fa_ops.call import checks
+from fa_ops.call.python_types import need_int, need_tensor
 from fa_ops.compat.flash.arguments import check_list, count, flag, has_shape
 
 

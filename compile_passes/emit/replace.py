@@ -1,0 +1,383 @@
+"""The call where finite fills that absorb the scores may mask all keys of a row.
+
+Beside a fill such as finfo.min real scores vanish: the row averages its keys, yet its gradient
+reaches every score. `fa::attention_averaging_rows` computes both.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor
+
+import fa_ops  # noqa: F401  defines torch.ops.fa
+from compile_passes.emit import eight_bit
+from compile_passes.emit import lse as lse_nodes
+from compile_passes.emit import masks as mask_nodes
+from compile_passes.emit.emitter import (
+    Emitter,
+    aligned,
+    bool_mask,
+    cast,
+    contiguous_rows,
+    inverted,
+    only_backward,
+    operand,
+)
+from compile_passes.emit.masks import (
+    MaskNodes,
+    biases_require_grad,
+    emit_conditions,
+    emit_key_interval,
+)
+from compile_passes.emit.verify import Unverified, difference
+from compile_passes.ir import constants, vocabulary
+from compile_passes.ir.axes import is_one, sizes_equal
+from compile_passes.ir.graph import GraphView, Value, example, requires_grad
+from compile_passes.ir.strides import restride
+from compile_passes.masks import symbolic_eval
+from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows
+from compile_passes.match.attention_site import AttentionSite
+from compile_passes.match.match_state import BiasTerm, FillTerm, Leaf
+from compile_passes.report import Refused, log
+
+AVERAGING = torch.ops.fa.attention_averaging_rows.default
+
+
+def has_averaging_rows(site: AttentionSite, masks: ClassifiedMasks) -> bool:
+    """Whether rows that average their keys have a gradient that reaches their scores."""
+    if masks.empty_rows is not EmptyRows.ABSORBED:
+        return False
+    of_products = requires_grad(site.q.value) or requires_grad(site.k.value)
+    return of_products or biases_require_grad(masks)
+
+
+def averaging_options(emitter: Emitter, masks: ClassifiedMasks, emitted: MaskNodes) -> dict:
+    """The arguments of the call in addition to the options of attention."""
+    rows = emitter.method("squeeze", emitted.empty_rows, -1)
+    options: dict[str, object] = {"averaging_rows": rows}
+    if emitted.filled is not None:
+        options["filled_keys"] = emitted.filled
+    if masks.grad_share != 1.0:
+        options["grad_share"] = masks.grad_share
+    return options
+
+
+def with_lse_gradients(
+    emitter: Emitter, emitted: MaskNodes, k: fx.Node, given: fx.Node, lse: fx.Node
+) -> fx.Node:
+    """`lse`, that of eager mode, with the gradient of `given`, the operator's, in empty rows. There
+    eager mode sums n gradients: beside the fill its log-sum-exp cannot hold log n.
+    """
+    empty = emitter.method("squeeze", emitted.empty_rows, -1)
+    other = emitter.method("logical_not", empty)
+    given = emitter.method("masked_fill", given, other, 0.0)
+    given = emitter.function(operator.mul, given, _key_count(emitter, emitted, k))
+    return emitter.function(operator.add, lse, only_backward(emitter, given))
+
+
+def _key_count(emitter: Emitter, emitted: MaskNodes, k: fx.Node) -> fx.Node:
+    """The number of keys that an empty row averages."""
+    if emitted.averaged is None or is_one(example(emitted.averaged).shape[-1]):
+        return emitter.method("size", k, 2)
+    return emitter.method("sum", emitted.averaged, -1)
+
+
+# Operations that do nothing but compute their result.
+PURE = (
+    vocabulary.LAYOUT
+    | symbolic_eval.RULES.keys()
+    | constants.FILLS.keys()
+    | {"repeat_interleave", "div", "full", "bernoulli", "rand", "rand_like", "size"}
+)
+ATTENTION = torch.ops.fa.attention.default
+WITH_LSE = torch.ops.fa.attention_with_lse.default
+
+
+def rewrite(
+    site: AttentionSite, masks: ClassifiedMasks, view: GraphView, verify: bool = False,
+    quantizes: bool = False,
+) -> tuple[fx.Node, bool]:  # fmt: skip
+    """Replace an attention. Raises Refused, with the graph unchanged, where that is not
+    possible, or where with `verify` the numbers differ. A call that `quantizes` has 8-bit products,
+    and is not compared.
+
+    Returns:
+        The call, and whether it was compared with what it replaces.
+    """
+    leaves = [site.q, site.k, site.v, *_other_leaves(site)]
+    leaves += [leaf for leaf in masks.leaves if leaf not in leaves]
+    _check_leaves(leaves, site, view)
+    out = site.core.out.node
+    emitter = Emitter(view.graph, site, leaves)
+    try:
+        call, replaced = _emit_call(emitter, masks, view, quantizes)
+        for old, new in replaced.items():
+            _check_result(example(new), example(old))
+        erased = _nodes_to_erase(site)
+        if erased & emitter.inputs():
+            raise Refused("an operand of the scores depends on their shape")
+        late = lse_nodes.lse_readers(emitter, view, erased)
+        verified = verify and not quantizes
+        verified = verified and all(_verified(emitter, view, *pair) for pair in replaced.items())
+    except BaseException:
+        emitter.undo()
+        raise
+    for node in reversed(late):
+        out.append(node)
+    for old, new in replaced.items():
+        old.replace_all_uses_with(new, lambda user: user not in erased)
+    _erase({*erased, out}, view)
+    for value in (site.core.out, *(row.path[-1] for row in site.lses)):
+        value.node = replaced[value.node]  # other cores may read it
+    return call, verified
+
+
+def _other_leaves(site: AttentionSite) -> list[Leaf]:
+    """Every leaf but query, key and value."""
+    scores = site.scores
+    weights = site.core.weights
+    found = [*scores.factors, *scores.divisors, *weights.factors, *weights.gate_leaves()]
+    found += [t.leaf for t in scores.terms if isinstance(t, BiasTerm)]
+    found += [t.mask for t in scores.terms if isinstance(t, FillTerm)]
+    found += [t.mask for t in weights.row_fills]
+    found += [scores.sink] if scores.sink else []
+    return [leaf for leaf in found if isinstance(leaf.value, Value)]
+
+
+def _check_leaves(leaves: list[Leaf], site: AttentionSite, view: GraphView) -> None:
+    """Raises Refused where an input is no plain tensor, or changes before the value product."""
+    for leaf in leaves:
+        tensor = leaf.value.tensor
+        if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+            raise Refused(f"{leaf.value.node.name} is not a plain tensor: {type(tensor).__name__}")
+        if not view.is_unmodified(leaf.value, site.core.out):
+            raise Refused(f"{leaf.value.node.name} is written to before the value product")
+
+
+def _check_result(result: Tensor, wanted: Tensor) -> None:
+    """Raises Refused where a replacement has another shape or dtype."""
+    shape = all(sizes_equal(a, b) for a, b in zip(result.shape, wanted.shape, strict=True))
+    if not shape or result.dtype != wanted.dtype:
+        raise Refused(
+            f"the call would return {tuple(result.shape)} {result.dtype}, "
+            f"not {tuple(wanted.shape)} {wanted.dtype}"
+        )
+
+
+def _verified(emitter: Emitter, view: GraphView, old: fx.Node, new: fx.Node) -> bool:
+    """Whether the two were compared. Raises Refused where the replacement gives other numbers."""
+    site = emitter.site
+    if site.core.weights.dropout_p:
+        return False  # the two draw other masks
+    operands = (site.q.value, site.k.value, site.v.value)
+    inputs = {value.node for value in operands if not value.writes}
+    emitted = set(emitter.nodes)
+
+    def runs(node: fx.Node) -> bool:
+        name = vocabulary.operation(node)[0]
+        return node in emitted or name in PURE or name in ("tensor", "scalar_tensor")
+
+    try:
+        found = difference(view.graph, old, new, inputs, runs)
+    except Unverified as failure:
+        counters["fa_ops"]["not verified"] += 1
+        log.warning("a rewrite could not be verified: %s", failure)
+        return False
+    if found:
+        raise Refused(f"verification failed, please report: {found}")
+    counters["fa_ops"]["verified"] += 1
+    return True
+
+
+def _emit_call(
+    emitter: Emitter, masks: ClassifiedMasks, view: GraphView, quantizes: bool
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """(the call, the replacement of each node that the model reads)"""
+    site = emitter.site
+    if site.lses:
+        lse_nodes.check_lse(site, masks)
+    q = operand(emitter, site.q, (*site.row_dims, site.head_dim), site.dtype)
+    k = operand(emitter, site.k, (*site.key_dims, site.head_dim), site.dtype)
+    v = _gated_value(emitter)
+    q, k, scale = _scale(emitter, q, k)
+    if scale is not None and scale < 0:  # kernels may take the maximum before they scale
+        q, scale = emitter.function(operator.neg, q), -scale
+    options: dict[str, object] = {} if scale is None else {"scale": scale}
+    empty_rows = None
+    if masks.interval:
+        keys, empty_rows = emit_key_interval(emitter, view, masks, q)
+        options |= keys
+    conditions = emit_conditions(emitter, view, masks)
+    averaging = has_averaging_rows(site, masks)
+    emitted = mask_nodes.emit_masks(emitter, masks, q, empty_rows, conditions, averaging)
+    mask = emitted.mask
+    if masks.zeroed_keys:
+        k, mask = mask_nodes.zeroed_keys(emitter, masks.zeroed_keys, k)
+    options |= _scalar_options(emitter, masks, q)
+    separate = mask_nodes.needs_separate_sink(site, masks)
+    sink = mask_nodes.emit_sink(emitter, q, separate) if site.has_sink else None
+    if site.has_sink and not separate:
+        options["sinks"] = sink
+    dropout_p = site.core.weights.dropout_p
+    query, k, v = (contiguous_rows(emitter, x) for x in (emitted.query, k, v))
+    causal, needs_lse = masks.right == 0, bool(site.lses or separate)
+    target = WITH_LSE if needs_lse else ATTENTION
+    if averaging:
+        target = AVERAGING
+        options |= averaging_options(emitter, masks, emitted)
+    arguments = query, k, v, mask, dropout_p, causal
+    if quantizes:
+        call = result = eight_bit.emit_call(emitter, arguments, options)
+    else:
+        call = result = emitter.function(target, *arguments, **options)
+    lse = None
+    if target is not ATTENTION or quantizes:
+        result, given = (emitter.function(operator.getitem, call, i) for i in (0, 1))
+        lse = lse_nodes.eager_lse(emitter, masks, emitted, given) if needs_lse else None
+    if site.lses and averaging:
+        lse = with_lse_gradients(emitter, emitted, k, given, lse)
+    if separate:
+        result = lse_nodes.scale_by_sink(emitter, result, lse, sink)
+    out = site.core.out.node
+    replaced = {out: restride(emitter, _restore_layout(emitter, result), out)}
+    for old, new in lse_nodes.replaced_lses(emitter, lse).items():
+        replaced[old] = restride(emitter, new, old)
+    return call, replaced
+
+
+def _gated_value(emitter: Emitter) -> fx.Node:
+    """The value, times the factors of the weights that vary along the keys."""
+    site = emitter.site
+    v = operand(emitter, site.v, (*site.key_dims, site.features), site.dtype)
+    for gate in site.core.weights.gates:
+        if isinstance(gate, FillTerm):
+            mask = bool_mask(emitter, gate.mask, (*site.key_dims, ()))
+            v = emitter.method(
+                "masked_fill", v, mask if gate.where else inverted(emitter, mask), 0.0
+            )
+        else:
+            apply = operator.truediv if gate.divides else operator.mul
+            factor = aligned(emitter, gate.leaf, (*site.key_dims, ()))
+            v = cast(emitter, emitter.function(apply, v, factor), site.dtype)
+    return v
+
+
+def _scalar_options(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> dict[str, object]:
+    """The options that are not masks, and the seed of a dropout."""
+    site = emitter.site
+    options: dict[str, object] = {}
+    if site.scores.softcap:
+        options["softcap"] = site.scores.softcap
+    if masks.left is not None:
+        options["window_left"] = masks.left
+    if masks.right not in (None, 0):
+        options["window_right"] = masks.right
+    if masks.alibi:
+        slopes, factor = masks.alibi
+        node = operand(emitter, slopes, (site.heads,), torch.float32)
+        options["alibi_slopes"] = (
+            node if factor == 1.0 else emitter.function(operator.mul, node, factor)
+        )
+    if site.core.weights.dropout_p:
+        # a tensor of its own: torch merges equal calls of operators, except those of empty
+        like = emitter.function(torch.empty, 0, device=example(q).device)
+        options["dropout_seed"] = emitter.function(torch.ops.fa.dropout_seed.default, like)
+    return options
+
+
+def _restore_layout(emitter: Emitter, result: fx.Node) -> fx.Node:
+    """The result times the factors of the weights, with 0 in rows whose weights were filled, in
+    the dims of the original.
+    """
+    site = emitter.site
+    gain = site.core.weights.gain
+    if not math.isclose(gain, 1.0, rel_tol=1e-9):
+        result = emitter.function(operator.mul, result, gain)
+    for leaf in site.core.weights.factors:
+        factor = aligned(emitter, leaf, (*site.row_dims, ()))
+        result = emitter.function(operator.mul, result, factor)
+    for fill in site.core.weights.row_fills:
+        mask = bool_mask(emitter, fill.mask, (*site.row_dims, ()))
+        mask = mask if fill.where else inverted(emitter, mask)
+        result = emitter.method("masked_fill", result, mask, 0.0)
+    result = cast(emitter, result, site.dtype)
+    return emitter.arrange(result, site.out_dims, site.core.dims)
+
+
+def _scale(emitter: Emitter, q: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.Node, float | None]:
+    """(query, key, the operator's scale): constant factors become the scale; tensors and symbolic
+    numbers multiply the query or the key.
+    """
+    site, scores = emitter.site, emitter.site.scores
+    factors = [(x, operator.mul) for x in scores.factors]
+    factors += [(x, operator.truediv) for x in scores.divisors]
+    alone = len(factors) == 1 and scores.scale == 1.0 and not scores.softcap
+    if alone and _is_default_scale(site, *factors[0]):
+        return q, k, None
+    keys, queries = set(site.keys), set(site.queries)
+    for leaf, apply in factors:
+        if not leaf.axes() & keys:
+            factor = aligned(emitter, leaf, (*site.row_dims, ()))
+            q = cast(emitter, emitter.function(apply, q, factor), site.dtype)
+        elif leaf.axes() <= {*site.batch, *site.kv_heads, *keys} - queries:
+            factor = aligned(emitter, leaf, (*site.key_dims, ()))
+            k = cast(emitter, emitter.function(apply, k, factor), site.dtype)
+        else:
+            raise Refused("the scores are multiplied by a tensor that varies over queries and keys")
+    return q, k, scores.scale
+
+
+def _is_default_scale(site: AttentionSite, leaf: Leaf, apply) -> bool:
+    """Whether a symbolic factor is 1/sqrt(head_dim), where head_dim is a symbol."""
+    x = leaf.value.tensor if isinstance(leaf.value, Value) else None
+    if not isinstance(x, torch.SymFloat) or len(site.head_dim) != 1:
+        return False
+    size = site.head_dim[0].size
+    roots = (torch.sym_sqrt(size), size**0.5)
+    if apply is operator.mul:
+        roots = (1.0 / roots[0], size**-0.5)
+    return any(isinstance(r, torch.SymFloat) and x.node.expr == r.node.expr for r in roots)
+
+
+def _nodes_to_erase(site: AttentionSite) -> set[fx.Node]:
+    """The path, and the readers of its shapes."""
+    erased: set[fx.Node] = set()
+    path = {value.node for value in site.core.path}
+    lses = {row.path[-1].node for row in site.lses}
+    pending = [*path, *lses]
+    while pending:
+        node = pending.pop()
+        if node not in erased and node is not site.core.out.node:
+            erased.add(node)
+            pending += (n for n in node.users if node not in lses or n in path)
+    return erased
+
+
+def _erase(nodes: set[fx.Node], view: GraphView) -> None:
+    """Erase the nodes that were replaced, and pure operations that only fed them."""
+    erased: set[fx.Node] = set()
+    inputs: list[fx.Node] = []
+
+    def erase(node: fx.Node) -> None:
+        inputs.extend(node.all_input_nodes)
+        view.graph.erase_node(node)
+        erased.add(node)
+
+    for node in sorted(nodes, key=lambda n: view.values[n].index, reverse=True):
+        erase(node)
+    while inputs:
+        node = inputs.pop()
+        value = view.values.get(node)
+        if (
+            node not in erased
+            and not node.users
+            and value
+            and value.op in PURE
+            and not value.writes
+        ):
+            erase(node)

@@ -1,0 +1,240 @@
+"""A graph as values: what each node computes, from which contents of its inputs, and under which
+gradient mode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from compile_passes.ir import vocabulary
+
+SOURCE_METADATA = ("stack_trace", "nn_module_stack", "source_fn_stack")
+EXAMPLES = ("example_value", "val")  # in Dynamo's graphs, in exported ones
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """The result of one node when it ran. `args` holds values in place of nodes."""
+
+    node: fx.Node
+    index: int
+    op: str
+    args: dict
+    writes: bool
+    grad: bool | None  # gradient mode that the graph has set; None: the caller's
+    storage: int
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The example on the node: a fake tensor, or a number if the value is no tensor."""
+        return example(self.node)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The example's shape."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The example's dtype."""
+        return self.tensor.dtype
+
+    def __repr__(self) -> str:
+        return f"{self.node.name}: {self.op}"
+
+
+def run(op: str, target: Callable | str, args: tuple, kwargs: dict) -> object:
+    """The result of a call_function or call_method node on other arguments."""
+    if op == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
+
+
+def example(node: fx.Node) -> object:
+    """The fake tensor (or number) that tracing left on the node."""
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def is_tensor(x: object) -> bool:
+    """Whether x is the value of a tensor."""
+    return isinstance(x, Value) and isinstance(x.tensor, Tensor)
+
+
+def requires_grad(x: object) -> bool:
+    """Whether x is the value of a tensor that requires grad."""
+    return is_tensor(x) and x.tensor.requires_grad
+
+
+_RANDOM_OPS = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponential", "empty")
+
+
+def same_contents(a: object, b: object, depth: int = 8) -> bool:
+    """Whether two arguments are the same value or number, or the same operation on such."""
+    if not (isinstance(a, Value) and isinstance(b, Value)):
+        if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
+            return all(same_contents(x, y, depth) for x, y in zip(a, b, strict=True))
+        return not isinstance(a, (Value, Tensor)) and type(a) is type(b) and a == b
+    if a is b:
+        return True
+    if depth == 0 or not a.op or a.writes or b.writes or is_random(a):
+        return False
+    same_op = a.op == b.op and a.node.target == b.node.target and a.args.keys() == b.args.keys()
+    return same_op and all(same_contents(x, b.args[name], depth - 1) for name, x in a.args.items())
+
+
+def is_random(value: Value) -> bool:
+    """Whether the contents come from a random generator or are uninitialised."""
+    return value.op.startswith(_RANDOM_OPS)
+
+
+def meta_key(graph: fx.Graph) -> str:
+    """The metadata key of examples: example_value in Dynamo's graphs, val in exported ones."""
+    return "example_value" if any("example_value" in n.meta for n in graph.nodes) else "val"
+
+
+class GraphView:
+    """The values of a graph in order, and the writes to their memory."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.values: dict[fx.Node, Value] = {}
+        self._first_name: dict[fx.Node, fx.Node] = {}  # the first node of the same tensor object
+        self._latest: dict[fx.Node, Value] = {}  # by first name
+        self._writes: dict[int, list[int]] = {}  # indices of writing nodes by storage
+        self._members: dict[int, list[fx.Node]] = {}  # first names by storage
+        self._parents: dict[int, int] = {}  # storages joined by aliasing, a union-find
+        self._grad: bool | None = None
+        self._outer_modes: list[bool | None] = []  # gradient modes around inference mode
+        for index, node in enumerate(graph.nodes):
+            self._add(node, index)
+
+    def is_unmodified(self, value: Value, until: Value) -> bool:
+        """Whether nothing has written to the value's memory between it and `until`."""
+        writes = self._writes.get(self._root(value.storage), ())
+        return not any(value.index < at < until.index for at in writes)
+
+    def writes_between(self, first: Value, last: Value) -> bool:
+        """Whether any tensor is written to between the two values."""
+        return any(first.index < at < last.index for ats in self._writes.values() for at in ats)
+
+    def at(self, index: int) -> fx.Node:
+        """The node with this index."""
+        return next(node for node, value in self.values.items() if value.index == index)
+
+    def _add(self, node: fx.Node, index: int) -> None:
+        name, parameters, writes = vocabulary.operation(node)
+        op = "" if _has_other_effect(node, name) else name
+        args = self._resolve(vocabulary.bind(node, parameters)) if op else {}
+        value = Value(node, index, op, args, writes, self._grad, self._storage(node, index))
+        returned = writes and node.args and isinstance(example(node), Tensor)
+        first = node.args[0] if returned else None  # `x[i] = y` returns nothing
+        self._first_name[node] = self._first_name[first] if isinstance(first, fx.Node) else node
+        self.values[node] = value
+        self._alias(value, name)
+        if node.op == "call_function":
+            self._track_modes(node)
+        for target in written_nodes(node, writes):
+            self._invalidate(self.values[target], value)
+        self._latest[self._first_name[node]] = value
+        self._members.setdefault(self._root(value.storage), []).append(self._first_name[node])
+
+    def _resolve(self, args: dict) -> dict:
+        return {k: map_arg(v, lambda n: self._latest[self._first_name[n]]) for k, v in args.items()}
+
+    def _storage(self, node: fx.Node, index: int) -> int:
+        tensor = example(node)
+        if not isinstance(tensor, Tensor):
+            return -1 - index
+        try:
+            return tensor.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # sparse and the like have none
+            return -1 - index
+
+    def _alias(self, value: Value, name: str) -> None:
+        """Record that a view shares its input's memory where fake tensors do not show it."""
+        node = value.node
+        shown = value.storage >= 0 and "example_value" in node.meta
+        view = name in vocabulary.MAYBE_VIEWS or getattr(node.target, "is_view", False)
+        if not shown and view and node.all_input_nodes:
+            self._join(self.values[node.all_input_nodes[0]].storage, value.storage)
+
+    def _root(self, storage: int) -> int:
+        while storage in self._parents:
+            storage = self._parents[storage]
+        return storage
+
+    def _join(self, a: int, b: int) -> None:
+        a, b = self._root(a), self._root(b)
+        if a != b:
+            self._parents[b] = a
+            self._members.setdefault(a, []).extend(self._members.pop(b, ()))
+            self._writes.setdefault(a, []).extend(self._writes.pop(b, ()))
+
+    def _invalidate(self, target: Value, writer: Value) -> None:
+        """Make the contents of all aliases of `target` unknown to nodes after `writer`."""
+        root = self._root(target.storage)
+        self._writes.setdefault(root, []).append(writer.index)
+        for node in self._members.get(root, ()):
+            known = self._latest[node]
+            self._latest[node] = dataclasses.replace(known, index=writer.index, op="", args={})
+
+    def _track_modes(self, node: fx.Node) -> None:
+        name = getattr(node.target, "__name__", "")
+        if name == "_set_grad_enabled":
+            self._grad = bool(node.args[0])
+        elif name == "_enter_inference_mode":
+            self._outer_modes.append(self._grad)
+            self._grad = not node.args[0]
+        elif name == "_exit_inference_mode":
+            self._grad = self._outer_modes.pop() if self._outer_modes else None
+
+
+def _has_other_effect(node: fx.Node, name: str) -> bool:
+    """Whether a node does more than its name implies: it writes its result to another tensor, or
+    reinterprets the bits of its input in another dtype.
+    """
+    if node.kwargs.get("out") is not None:
+        return True
+    if name != "reshape" or not node.all_input_nodes:
+        return False
+    before, after = example(node.all_input_nodes[0]), example(node)
+    return isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype != after.dtype
+
+
+def written_nodes(node: fx.Node, writes: bool) -> list[fx.Node]:
+    """The nodes whose memory this node may write to."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "flex_attention":
+        return []
+    if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
+        return [n for n in node.all_input_nodes if isinstance(example(n), Tensor)]
+    given = [node.kwargs.get("out")]
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        for i, argument in enumerate(target._schema.arguments):
+            if argument.is_write:
+                given.append(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
+    elif writes:
+        given += node.args[:1] or node.kwargs.values()
+    elif getattr(target, "__module__", None) == "torch.nn.functional":
+        given += _functional_writes(node)
+    written: list[fx.Node] = []
+    map_arg(given, written.append)
+    return written
+
+
+def _functional_writes(node: fx.Node) -> list[object]:
+    """The arguments that a torch.nn.functional function writes to."""
+    known = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    written = [known.get("running_mean"), known.get("running_var")]
+    if known.get("inplace"):
+        written.append(known.get("input"))
+    if known.get("max_norm") is not None:
+        written.append(known.get("weight"))
+    return written

@@ -1,0 +1,665 @@
+"""Dense backward on sm_90a, in three kernels: row sums (`preprocess`), the matrix products, and
+`postprocess`, which converts the fp32 sums and computes non-finite rows again. CTAs with whole
+heads compute those rows themselves, and row sums of small problems. Wide heads and deterministic
+gradients compute dQ in a kernel of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from operator import getitem
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.hopper import masks
+from fa_ops.backends.hopper.configs import (
+    BackwardConfig,
+    MaskGradientConfig,
+    backward_config,
+    group_parts,
+)
+from fa_ops.backends.hopper.masks import (
+    Bias,
+    BlockLists,
+    MaskLayout,
+    MaskPacker,
+    bits_of,
+    skipped_lists,
+)
+from fa_ops.backends.hopper.problem import (
+    LOG2E,
+    MISALIGNED,
+    UNBOUNDED,
+    ScoreUnits,
+    alibi_kind,
+    key_section,
+    section_of,
+    shared_strides,
+    softcap_kind,
+    tma_aligned,
+    window_sides,
+)
+from fa_ops.backends.hopper.runtime.launch import (
+    Entry,
+    Params,
+    TensorMap,
+    address,
+    current_device,
+    current_stream,
+    empty,
+    kernel,
+    kernels,
+    pointers_to,
+)
+from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
+from fa_ops.call.call import Call, Run, general
+from fa_ops.call.options import NO_TENSORS, DenseTensors, Gradients, Spec, rows_are_aligned
+
+# maps and addresses; scalars and strides; a mask's bits, dropout, a bias
+_PARAMS = struct_layout("backward_tiles.cuh", "BackwardParams")
+_ADDRESSES, _SCALARS = _PARAMS.packer("q", "nonfinite"), _PARAMS.packer("B", "zeros")
+_BITS, _BITS_AT = _PARAMS.packer("by_key", "mask_block"), _PARAMS.fields["by_key"].offset
+_NO_BITS = (0,) * 5
+_POSITIONS = _PARAMS.packer("positions", "positions")
+_DROPOUT_AT, _POSITIONS_AT, _BIAS_AT = (
+    _PARAMS.fields[name].offset for name in ("dropout", "positions", "bias")
+)
+_LISTS = struct_layout("masks.cuh", "MaskBlocks").packer()
+_LISTS_AT = _BIAS_AT + struct_layout("masks.cuh", "Bias").fields["blocks"].offset
+
+# addresses, then what all calls share
+_CLIP = kernel_layout("backward_preprocess.cu", "clip_ranges")
+
+_ROWS = 64  # tokens of one TMA box, and of a CTA of `preprocess`
+# Bytes of Q and dO that concurrent CTAs read. The fp32 sums of dQ have the same size, and atomic
+# additions to them are fast while they stay in the L2 cache.
+_SECTION_BYTES = 8 << 20
+_FLAG_ROWS = 16  # rows for which one word flags whether any is not finite
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spec: Spec,
+    mask_grad: bool = False,
+) -> Gradients:
+    """All gradients of a dense call."""
+    like = q, k, v
+    grad_strides = tuple(map(written_strides, like))
+    q, k, v, grad_out, out = (tma_aligned(t) for t in (q, k, v, grad_out, out))
+    ranges, mask = spec.key_ranges, spec.attn_mask
+    if ranges is not None and ranges.stride(3) != 1:
+        ranges = ranges.contiguous()
+    bias, held = Bias.of(mask, spec.mask_blocks) if bits_of(mask) else (None, None)
+    plan = plan_of((q, k, v, grad_out, out), grad_strides, spec, ranges, bias)
+    lens, slopes = (
+        None if t is None else t.contiguous() for t in (spec.kv_lens, spec.alibi_slopes)
+    )
+    seed, blocks = spec.dropout_seed, spec.mask_blocks
+    tensors = DenseTensors(mask, slopes, spec.sinks, lens, ranges, seed, blocks)
+    *grads, dmask, workspace = plan.run(
+        grad_out, q, k, v, out, lse, grad_lse, tensors, held, mask_grad
+    )
+    grads = laid_out_like(like, grads)
+    return Gradients(*grads, dmask, sink_gradient(spec.sinks, lse, plan, workspace))
+
+
+def prepare(call: Call) -> Run:
+    """A function that runs backward passes with the geometry of this one."""
+    q, k, v, spec, saved = call.query, call.key, call.value, call.spec, call.saved
+    if bits_of(spec.attn_mask) or needs_copies(call):
+        return general("backward", backward).prepare(call)
+    strides = q.stride(), k.stride(), v.stride()
+    plan = plan_of((q, k, v, saved.grad_out, saved.out), strides, spec, spec.key_ranges)
+    options = spec.with_tensors(NO_TENSORS)
+
+    def run(grad_out, grad_lse, q, k, v, out, lse, tensors: DenseTensors) -> Gradients | tuple:
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
+        if (addresses | out.data_ptr()) & MISALIGNED:
+            return backward(grad_out, grad_lse, q, k, v, out, lse, options.with_tensors(tensors))
+        results = plan.run(grad_out, q, k, v, out, lse, grad_lse, tensors)
+        if tensors is NO_TENSORS:
+            return results[:3]
+        *grads, dmask, workspace = results
+        return Gradients(*grads, dmask, sink_gradient(tensors.sinks, lse, plan, workspace))
+
+    return run
+
+
+def needs_copies(call: Call) -> bool:
+    """Whether a tensor is copied in every backward pass with the geometry of this one."""
+    q, k, v, (grad_out, grad_lse, out, lse, _) = call.query, call.key, call.value, call.saved
+    return not (
+        lse.is_contiguous()
+        and (grad_lse is None or grad_lse.is_contiguous())
+        and rows_are_aligned(q, k, v, grad_out, out)
+        and all(written_strides(t) == t.stride() for t in (q, k, v))
+    )
+
+
+def plan_of(
+    tensors: tuple[Tensor, ...], grad_strides: tuple[tuple[int, ...], ...], spec: Spec,
+    ranges: Tensor | None = None, bias: Bias | None = None, sequences: int | None = None,
+) -> BackwardPlan:  # fmt: skip
+    """The plan for q, k, v, grad_out and out; a packed batch of `sequences` is one long sequence.
+
+    Gradients are laid out as `torch.empty_like` lays out tensors with the strides `grad_strides`.
+    """
+    q, k, v, *_ = tensors
+    slopes, mask = spec.alibi_slopes, spec.attn_mask
+    return _plan(
+        q.dtype,
+        q.device.index,
+        (q.shape, k.shape, v.shape),
+        (*(t.stride() for t in tensors), *grad_strides),
+        (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
+        spec.deterministic,
+        spec.kv_lens is not None,
+        None if ranges is None else (ranges.shape[1], *shared_strides(ranges)),
+        None if slopes is None else slopes.dim(),
+        None if mask is None or bias is not None else MaskLayout.of(mask),
+        bias,
+        spec.dropout_p,
+        sequences,
+        skipped_lists(spec),
+    )
+
+
+class BackwardPlan:
+    """The part of a backward pass that depends on its geometry only, not on addresses or values."""
+
+    def __init__(
+        self, dtype, device, shapes, strides, scalar_options, deterministic, has_lens, ranges,
+        slopes_dim, mask, bias, dropout_p, sequences=None, lists=None,
+    ):  # fmt: skip
+        (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
+        *input_strides, out_strides = strides[:5]
+        grads = [_like(*of, dtype) for of in zip(shapes, strides[5:])]
+        self.grads = grads if sequences is None else [_of_tokens(*of) for of in grads]
+        causal, scale, left, right, cap = scalar_options
+        left, right, has_window = window_sides(causal, left, right)
+        softcap = softcap_kind(cap)
+        few_registers = mask is not None or dropout_p > 0 or softcap > 0
+        bits = bias.dtype.itemsize * 8 if bias else 0
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        pairs = prefers_pairs(*shapes[:2], (left, right), processors, ranges is not None, sequences)
+        differs_by_row = has_lens or ranges is not None or slopes_dim is not None
+        is_plain = mask is bias is None and not (few_registers or differs_by_row)
+        whole = is_plain and prefers_whole_heads(*shapes[:2], (left, right), processors)
+        sums_rows = whole and prefers_own_row_sums(*shapes[:2], Dv, processors)
+        self.config = config = backward_config(
+            D, Dv, deterministic, bits, few_registers, pairs, lists is not None, whole,
+            differs_by_row=differs_by_row, sums_rows=sums_rows,
+        )  # fmt: skip
+        self.device, self.dropout_p = device, dropout_p
+        self.row_seeds = masks.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
+        alibi = 0 if slopes_dim is None else alibi_kind(sequences is not None)
+        self.positions = 8 * Sq if alibi == 2 else None  # behind the ranges, in bytes
+        range_heads = 0 if ranges is None else B * ranges[0]
+        parts, section = self._divide(shapes, processors, range_heads)
+        self.kernels = _kernels_for(
+            config, dtype, device, window=has_window, kv_lens=has_lens, ranges=ranges is not None,
+            softcap=softcap, alibi=alibi, mask=mask is not None, dropout=dropout_p > 0,
+            split=parts > 1,
+        )  # fmt: skip
+        units = ScoreUnits.of(D, scale, cap)
+        self._prepare_masks(mask, bias, lists, units, Sk)
+        layouts = (*zip((*shapes, (B, Hq, Sq, Dv)), input_strides), *(of[:2] for of in grads))
+        self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride in layouts]
+        all_strides, group = (*input_strides, *(strides for _, strides, _ in grads)), Hq // Hkv
+        scalars = _SCALARS.pack(
+            *(B, Hq, Hkv, group, Sq, Sk, left, right, self.m_blocks, -(-Sk // config.block_n)),
+            section,
+            key_section(B * Hkv, Sk, D + Dv) * group,
+            Hq if slopes_dim == 2 else 0,
+            1 if ranges is None else ranges[0],
+            *(parts, group // parts, D, Dv),
+            # the kernels do not apply dropout's factor to the weights
+            *(units.gradient * masks.scale(dropout_p), units.inside_tanh),
+            LOG2E if bias else units.log2,  # with a bias, scores are in its units
+            1.0 / units.accumulator,
+            *(n for of in (*all_strides, out_strides) for n in of[:3]),
+            self.zeros,
+        )
+        self.params = Params(_ADDRESSES, scalars.ljust(_PARAMS.size - _ADDRESSES.size, b"\0"))
+        if ranges is not None:
+            sizes = *ranges[1:], ranges[0], Sq, Sk, left, right
+            self.clip_ranges = Params.of(_CLIP, "strides", sizes)
+
+    def _divide(
+        self, shapes: tuple[tuple[int, ...], ...], processors: int, range_heads: int
+    ) -> tuple[int, int]:
+        """Divide the work among CTAs, and the workspace; returns the parts of a group of query
+        heads, and how many heads of keys, or parts of their groups, are processed concurrently."""
+        (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
+        config, group, parts = self.config, Hq // Hkv, 1
+        key_blocks = -(-Sk // config.block_n) * B * Hkv
+        items = B * Hkv if config.whole_heads else key_blocks * config.ctas_of_block
+        if not config.whole_heads:
+            parts = group_parts(group, items, processors, config.waves)
+        self.m_blocks, self.heads = -(-Sq // config.block_m), B * Hq
+        self.row_blocks = self.m_blocks * config.block_m // _ROWS
+        self.rows = self.row_blocks * _ROWS
+        self.ctas = min(items * parts, processors) if config.is_persistent else items * parts
+        section = section_of(B * Hkv * parts, Sq * 2 * (D + Dv) * (group // parts), _SECTION_BYTES)
+        sums = self.rows * config.sum_features if config.adds_dq else 0
+        if config.whole_heads:  # those of a CTA's heads, unless there is one block of keys
+            sums *= self.ctas * group if Sk > config.block_n else 0
+        else:
+            sums *= self.heads
+        self._allocate(sums, key_blocks, parts, range_heads)
+        finished = self.m_blocks * self.heads * config.sums_dq + 2 * key_blocks * (parts > 1)
+        self.postprocess_ctas = finished or processors
+        return parts, section
+
+    def _prepare_masks(
+        self, mask: MaskLayout | None, bias: Bias | None, lists: BlockLists | None,
+        units: ScoreUnits, Sk: int,
+    ) -> None:  # fmt: skip
+        """A function that writes the parameters of a bool mask or a bias."""
+        self.bias = self.by_key = self.by_query = None
+        self.lists = None if bias else lists
+        self.has_features = not (mask is bias is self.row_seeds is self.positions is None)
+        if bias is not None:
+            self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
+        if mask is None:
+            return
+        # for scores with a row for each key, and for those with a row for each query
+        self.by_key = MaskPacker.by_key(mask, self.device)
+        if not self.config.adds_dq:
+            self.by_query = MaskPacker.by_query(mask, Sk, self.device)
+        self.mask_block = 0 if mask.queries_share else self.config.block_m // 8
+
+    def _allocate(self, sums: int, key_blocks: int, parts: int, range_heads: int) -> None:
+        """Shapes, strides and dtypes of the workspace, whose parts follow one another:
+        log-sum-exps, row sums, in one pass the sums of dQ, where groups are split those of dK and
+        dV, the counter of tiles, and the flags."""
+        config, rows = self.config, self.heads * self.rows
+        keys, dims = key_blocks * config.block_n, config.head_features + config.value_features
+        key_sums = keys * dims * (1 if config.adds_dq else parts) if parts > 1 else 0
+        # those that are added to, by 16 bytes
+        self.zeros = (sums + key_sums) // 4 if config.sums_dq else 0
+        flags = (2 * keys if parts == 1 else 0) + (0 if config.adds_dq else rows)
+        if config.whole_heads:
+            flags = 0  # in shared memory
+        self.row_bytes = 4 * rows
+        self.key_sums_at = 2 * self.row_bytes + 4 * sums
+        self.counter_at = self.key_sums_at + 4 * key_sums
+        self.workspace = (self.counter_at // 4 + 1 + flags // _FLAG_ROWS,), (1,), torch.float32
+        self.range_bytes = 8 * range_heads * self.rows
+        self.clipped = (range_heads * (2 * self.rows + 4 * self.m_blocks),), (1,), torch.int32
+        self.clip_grid = range_heads, self.m_blocks
+
+    def run(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad_lse: Tensor | None = None,
+        tensors: DenseTensors = NO_TENSORS,
+        bias: Tensor | None = None,
+        mask_grad: bool = False,
+        cu_seqlens: tuple[int, int] = (0, 0),
+    ) -> tuple[Tensor | None, ...]:
+        """Launch the kernels: dq, dk, dv, the mask's gradient, and the workspace with row sums.
+
+        Of a packed batch the tensors are (T, H, D), and `cu_seqlens` the addresses of both.
+        """
+        if current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self.run(
+                    grad_out, q, k, v, out, lse, grad_lse, tensors, bias, mask_grad, cu_seqlens
+                )
+        config, kernels = self.config, self.kernels
+        mask, slopes, _, lens, ranges, *_ = tensors
+        stream = current_stream(self.device)
+        dq, dk, dv = [empty(*of) for of in self.grads]
+        workspace, clipped, ranges_at = empty(*self.workspace), None, (0, 0)
+        if ranges is not None:
+            clipped, ranges_at = self._clip_ranges(ranges, lens, stream)
+        at = lse_log2 = workspace.data_ptr()
+        delta, sums, counter = at + self.row_bytes, at + 2 * self.row_bytes, at + self.counter_at
+        addresses = [t.data_ptr() for t in (q, k, v, grad_out, dq, dk, dv)]
+        params = self.params.take(
+            *map(getitem, self.maps, addresses), *addresses, out.data_ptr(), lse.data_ptr(),
+            0 if grad_lse is None else grad_lse.data_ptr(), lse_log2, delta, sums, counter,
+            0 if lens is None else lens.data_ptr(), 0 if slopes is None else slopes.data_ptr(),
+            *ranges_at, at + self.key_sums_at, counter + 4,
+        )  # fmt: skip
+        held = None
+        if self.has_features:
+            held = self._write_features(params[0], tensors, bias, cu_seqlens, stream)
+        if kernels.preprocess is None:
+            kernels.products.launch((self.ctas, 1), stream, params[1])
+        else:
+            self._launch_in_order(stream, params[1])
+        dmask = None
+        if mask_grad:
+            dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
+        self.params.give_back(params)
+        del clipped, held  # the kernels that read them are launched
+        return dq, dk, dv, dmask, workspace
+
+    def _launch_in_order(self, stream: int, params: ctypes.Array) -> None:
+        """Launch the kernels of a call for which one kernel is not enough."""
+        config, kernels = self.config, self.kernels
+        kernels.preprocess.launch((self.heads, self.row_blocks), stream, params)
+        kernels.products.launch((self.ctas, 1), stream, params, dependent=True)
+        if kernels.queries is not None:
+            ctas = config.query_ctas(self.m_blocks) * self.heads
+            kernels.queries.launch((ctas, 1), stream, params, dependent=config.is_wide)
+        if kernels.postprocess is not None:
+            kernels.postprocess.launch((self.postprocess_ctas, 1), stream, params, dependent=True)
+
+    def row_sums(self, workspace: Tensor) -> Tensor:
+        """(B, Hq, rows), rows from Sq on undefined."""
+        return workspace[self.row_bytes // 4 :][: self.row_bytes // 4]
+
+    def _clip_ranges(
+        self, ranges: Tensor, lens: Tensor | None, stream: int
+    ) -> tuple[Tensor, tuple[int, int]]:
+        """The keys of each query after every mask, and the bounds of each block of queries: memory,
+        and where in it they are."""
+        clipped = empty(*self.clipped)
+        at = clipped.data_ptr(), clipped.data_ptr() + self.range_bytes
+        params = self.clip_ranges.take(ranges.data_ptr(), address(lens), *at)
+        self.kernels.clip_ranges.launch(self.clip_grid, stream, params[1])
+        self.clip_ranges.give_back(params)
+        return clipped, at
+
+    def _write_features(
+        self, params: ctypes.Array, tensors: DenseTensors, bias: Tensor | None,
+        cu_seqlens: tuple[int, int], stream: int,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Write the parameters of masks, dropout and packed sequences with ALiBi; returns the
+        tensors that they point to."""
+        mask, _, _, _, ranges, seed, blocks = tensors
+        by_key = by_query = row_seeds = None
+        if self.by_key is not None:
+            by_key, key_bits = _packed(self.by_key, mask, stream)
+            by_query, query_bits = _packed(self.by_query, mask, stream)
+            _BITS.pack_into(params, _BITS_AT, *key_bits, *query_bits, self.mask_block)
+        if self.row_seeds is not None:
+            row_seeds = masks.words_of_rows(self.row_seeds, seed, cu_seqlens, stream)
+            masks.write_parameters(params, _DROPOUT_AT, row_seeds, self.dropout_p)
+        if self.positions is not None:
+            _POSITIONS.pack_into(params, _POSITIONS_AT, ranges.data_ptr() + self.positions)
+        if bias is not None:
+            packed = self.bias(bias.data_ptr(), address(blocks))
+            params[_BIAS_AT : _BIAS_AT + len(packed)] = packed
+        if self.lists is not None:
+            _LISTS.pack_into(params, _LISTS_AT, address(blocks), *self.lists)
+        return by_key, by_query, row_seeds
+
+
+_plan = functools.lru_cache(maxsize=1024)(BackwardPlan)
+
+
+def _packed(
+    packer: MaskPacker | None, mask: Tensor, stream: int
+) -> tuple[Tensor | None, tuple[int, ...]]:
+    """The bits of a mask, and struct MaskBits of cuda/backward_tiles.cuh."""
+    if packer is None:
+        return None, _NO_BITS
+    bits = packer.run(stream, mask.data_ptr())
+    return bits, (bits.data_ptr(), *packer.bits_layout)
+
+
+def _of_tokens(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> tuple:
+    """The layout of (1, H, T, D) as (T, H, D)."""
+    return tuple(tuple(sizes[i] for i in (2, 1, 3)) for sizes in (shape, strides)) + (dtype,)
+
+
+def laid_out_like(like: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients in the layout of `torch.empty_like`, copied where TMA could not write it."""
+    pairs = zip(like, grads)
+    return [
+        g if t.stride() == written_strides(t) else torch.empty_like(t).copy_(g) for t, g in pairs
+    ]
+
+
+def written_strides(t: Tensor) -> tuple[int, ...]:
+    """The strides of `t`, or contiguous ones where TMA cannot write a tensor like `t`."""
+    like = torch.empty_like(t, device="meta")
+    return t.stride() if tma_aligned(like) is like else like.contiguous().stride()
+
+
+def _like(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shape, strides and dtype of what `torch.empty_like` makes."""
+    meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return tuple(shape), torch.empty_like(meta).stride(), dtype
+
+
+def sink_gradient(
+    sinks: Tensor | None, lse: Tensor, plan: BackwardPlan, workspace: Tensor,
+    outside: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Minus a sink's weight times delta, summed over batch and queries; delta holds -dlse.
+
+    lse is (B, Hq, Sq), or (Hq, Tq) of a packed batch, in which sinks have no weight for the tokens
+    `outside`, bool (Tq,).
+    """
+    if sinks is None:
+        return None
+    lse = lse if lse.dim() == 3 else lse[None]
+    B, Hq, Sq = lse.shape
+    delta = plan.row_sums(workspace).view(B, Hq, -1)[..., :Sq]
+    # a sink of -inf has no weight, not even in a row without keys, whose lse is -inf; one of +inf,
+    # which is the lse of its rows, has all
+    most = torch.finfo(torch.float32).max
+    weight = torch.exp(sinks.float().clamp(max=most).view(1, Hq, 1) - lse.clamp(-most, most))
+    without = weight == 0 if outside is None else (weight == 0) | outside
+    return -(weight * delta).masked_fill(without, 0).sum((0, 2)).to(sinks.dtype)
+
+
+class _Kernels:
+    def __init__(self, defines: tuple[tuple[str, int], ...], config: BackwardConfig, device: int):
+        self.defines = defines
+        entries = entries_of(config, dict(defines))
+        names = (entry.name for entry in entries)
+        found = dict(zip(names, kernels("backward", device, entries, defines)))
+        products, queries = config.products
+        self.products, self.queries = found[products], found.get(queries)
+        self.preprocess, self.postprocess = found.get("preprocess"), found.get("postprocess")
+        self.clip_ranges = found.get("clip_ranges")
+
+
+def entries_of(config: BackwardConfig, defines: dict[str, int]) -> list[Entry]:
+    """The kernels that a call launches."""
+    products, queries = config.products
+    entries = [] if config.sums_rows else [Entry("preprocess", 256)]
+    entries.append(Entry(products, config.threads, config.shared_bytes))
+    if not config.whole_heads:
+        entries.append(Entry("postprocess", 256))
+    if not config.adds_dq:
+        entries.append(Entry(queries, config.threads, config.query_shared_bytes))
+    if defines["HAS_RANGES"]:
+        entries.append(Entry("clip_ranges", config.block_m))
+    return entries
+
+
+_kernels = functools.cache(_Kernels)
+
+
+def _kernels_for(
+    config: BackwardConfig, dtype: torch.dtype, device: int, **features: int
+) -> _Kernels:
+    return _kernels(tuple(kernel_defines(config, dtype, **features).items()), config, device)
+
+
+def kernel_defines(
+    config: BackwardConfig, dtype: torch.dtype, *, window: bool = False, kv_lens: bool = False,
+    ranges: bool = False, softcap: int = 0, alibi: int = 0, mask: bool = False,
+    dropout: bool = False, split: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """The macros of the kernels.
+
+    `window`: causal or with a window; `softcap`: see `softcap_kind`; `alibi`: 2 of packed
+    sequences; `split`: each group of query heads is divided into several parts.
+    """
+    return config.defines() | {
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "HAS_WINDOW": int(window),
+        "HAS_KV_LENS": int(kv_lens),
+        "HAS_RANGES": int(ranges),
+        "HAS_SOFTCAP": int(softcap),
+        "HAS_ALIBI": int(alibi),
+        "HAS_MASK": int(mask),
+        "HAS_DROPOUT": int(dropout),
+        "SPLITS_GROUP": int(split),
+    }
+
+
+_MASK_PARAMS = struct_layout("backward_mask.cu", "MaskGradientParams").packer()
+_CTAS_A_PROCESSOR = 4
+
+
+def mask_gradient(
+    mask: Tensor, q: Tensor, k: Tensor, backward: BackwardConfig, defines: tuple,
+    params: ctypes.Array, stream: int,
+) -> Tensor:  # fmt: skip
+    """The gradient in the mask's shape and dtype; `params` are those of the backward's kernels.
+
+    Where few tiles of the mask stand for many of the scores, more CTAs than tiles sum a part each,
+    and their sums are added here.
+    """
+    config = MaskGradientConfig(backward)
+    whole = (*q.shape[:3], k.shape[2])
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    summed = tuple(size == 1 for size in shape)
+    blocks = *whole[:2], -(-whole[2] // config.rows), -(-whole[3] // config.columns)
+    tiles = loop = 1
+    for count, one in zip(blocks, summed):
+        tiles, loop = (tiles, loop * count) if one else (tiles * count, loop)
+    index = q.device.index
+    sms = torch.cuda.get_device_properties(index).multi_processor_count
+    steps = -(-loop // max(1, min(loop, _CTAS_A_PROCESSOR * sms // tiles)))
+    splits = -(-loop // steps)
+    # a sum over queries or keys leaves those of one tile apart
+    tile = 1, 1, config.rows, config.columns
+    sizes = [(n, size)[not one] for n, size, one in zip(tile, shape, summed)]
+    is_whole = splits == 1 and sizes == list(shape)
+    if is_whole:
+        sums = torch.empty_like(mask)
+        strides = 0, *sums.view(shape).stride()
+    else:
+        sums = torch.empty((splits, *sizes), dtype=torch.float32, device=q.device)
+        strides = sums.stride()
+    steps_of = [0 if size == 1 else stride for size, stride in zip(sizes, strides[1:])]
+    packed = _MASK_PARAMS.pack(
+        *(sums.data_ptr(), strides[0], *steps_of[:2], *strides[3:]),
+        *(*map(int, summed), steps, sums.dtype != torch.float32),
+    )
+    entry = kernel(
+        "mask_gradient", "mask_gradient", index, config.threads, config.shared_bytes,
+        tuple((dict(defines) | config.defines()).items()),
+    )  # fmt: skip
+    own = ctypes.create_string_buffer(packed)
+    entry.launch((splits * tiles, 1), stream, pointers_to(params, own))
+    if is_whole:
+        return sums
+    sums = sums.sum([0, *(dim + 1 for dim in (2, 3) if summed[dim])], keepdim=True)
+    return torch.empty_like(mask).copy_(sums.view(mask.shape))
+
+
+_BLOCK = 128  # keys of a CTA at a time
+# steps of 128 queries, 128 keys and 64 features that a CTA may have, and the least part of the
+# multiprocessors that have work
+_FEW_STEPS = ((2, 0.0), (4, 0.7))
+_LEAST_WORK = 0.85  # of the multiprocessors' time
+_MOST_BYTES = 96 << 20  # of sums that all CTAs add to in the time of a head
+_OWN_BYTES = 256 << 10  # of `out` and its gradient, beyond a multiprocessor's share of all
+
+
+def prefers_whole_heads(
+    query: tuple[int, ...], key: tuple[int, ...], sides: tuple[int, int], processors: int
+) -> bool:
+    """Whether a CTA for all keys of a head is faster, in a call without masks, ranges or lengths.
+
+    Args:
+        query: shape (B, Hq, Sq, D).
+        key: shape (B, Hkv, Sk, D).
+        sides: keys on either side of the diagonal, see `problem.window_sides`.
+        processors: multiprocessors of the device.
+    """
+    (B, Hq, Sq, D), (_, Hkv, Sk, _) = query, key
+    if Sk < Sq and sides[1] < UNBOUNDED:  # no CTA would write the gradients of rows without keys
+        return False
+    if Sk <= _BLOCK and Hq == Hkv:  # the work is divided in the same way, and nothing is summed
+        return True
+    heads = B * Hkv
+    rounds = -(-heads // processors)
+    steps = Hq // Hkv * -(-Sq // _BLOCK) * -(-Sk // _BLOCK) * -(-D // 64)
+    if any(steps <= few and heads >= part * rounds * processors for few, part in _FEW_STEPS):
+        return True
+    sums = min(heads, processors) * (Hq // Hkv) * Sq * D * 4
+    added = sums * attended_keys(Sq, Sk, *sides) / _BLOCK
+    return heads >= _LEAST_WORK * rounds * processors and added <= _MOST_BYTES
+
+
+def prefers_own_row_sums(
+    query: tuple[int, ...], key: tuple[int, ...], Dv: int, processors: int
+) -> bool:
+    """Whether row sums by the CTAs with whole heads are faster than by a kernel before them.
+
+    Args:
+        query: shape (B, Hq, Sq, D).
+        key: shape (B, Hkv, Sk, D).
+        Dv: features of values.
+        processors: multiprocessors of the device.
+    """
+    B, Hq, Sq, _ = query
+    heads = B * key[1]
+    rows = (Hq // key[1] * -(-heads // processors) - B * Hq / processors) * Sq
+    return rows * 2 * 2 * Dv <= _OWN_BYTES
+
+
+_TILE = 128  # queries of a CTA of the pass for dQ
+_KEYS = 1024  # that a query must attend for each tile of queries of a multiprocessor
+_MOST_TILES = 3.5  # beyond which more tiles ask for no more keys
+
+
+def prefers_pairs(
+    query: tuple[int, ...], key: tuple[int, ...], sides: tuple[int, int], processors: int,
+    has_ranges: bool = False, sequences: int | None = None,
+) -> bool:  # fmt: skip
+    """Whether pairs of CTAs are faster.
+
+    Args:
+        query: shape (B, Hq, Sq, D); of a packed batch B is 1, and Sq counts all tokens.
+        key: shape (B, Hkv, Sk, D).
+        sides: keys on either side of the diagonal, see `problem.window_sides`.
+        processors: multiprocessors of the device.
+        has_ranges: whether key ranges say which keys queries attend. The host does not know them.
+        sequences: of a packed batch. Half of their mean length is counted, as they may be causal.
+    """
+    if has_ranges and not sequences:
+        return False
+    (B, Hq, Sq, _), (_, Hkv, Sk, _) = query, key
+    keys = Sk / sequences / 2 if sequences else attended_keys(Sq, Sk, *sides)
+    tiles = B * Hq * -(-Sq // _TILE) / processors
+    if keys < _KEYS * min(max(tiles, 1.0), _MOST_TILES):
+        return False
+    blocks = -(-Sk // BackwardConfig.block_n) * B * Hkv
+    ctas = 2 * blocks * group_parts(Hq // Hkv, 2 * blocks, processors)
+    is_even = min(sides) == UNBOUNDED and not sequences
+    return is_even or ctas > processors
+
+
+def attended_keys(Sq: int, Sk: int, left: int, right: int) -> float:
+    """The number of keys that a query attends, averaged over 32 queries."""
+    diagonals = ((2 * i + 1) * Sq // 64 + Sk - Sq for i in range(32))
+    return sum(max(0, min(Sk, d + right + 1) - max(0, d - left)) for d in diagonals) / 32

@@ -1,0 +1,1 @@
+"""One call: its tensors and options, and what makes it legal."""

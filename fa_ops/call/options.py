@@ -1,0 +1,317 @@
+"""Plain data shared by the public functions, the operators and the backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# Limits of the GPU kernels, on which backends, compile_passes and hf_integration decide.
+MAX_HEAD_DIM = 512  # of all kernels but those that decode over a latent cache
+MAX_QUANTIZED_HEAD_DIM = 256  # of products of 8-bit numbers
+MAX_LENGTH = 2**29  # queries or keys, so that sums of windows and positions fit 32 bits
+MASK_BLOCK = 128  # queries, and keys, of a tile that `mask_blocks` lists
+ALIGNMENT = 16  # bytes: TMA and the widest loads read rows that start at multiples
+MAX_DECODING_QUERIES = 16  # with so few queries, keys are split among CTAs
+MIN_DECODING_KEYS = 512
+MAX_SHORT_ROWS = 128  # queries, and keys, of rows that a program holds whole beside a bias
+MAX_SHORT_GRADIENT_ROWS = 64  # the same in a backward pass
+MAX_SHORT_HEAD_DIM = 64
+
+
+class Spec(NamedTuple):
+    """The options of an attention call: every argument besides query, key and value.
+
+    Field order is the operators' schema order, so `Spec(*args[3:], **kwargs)` binds an operator's
+    arguments. A tuple rather than a dataclass because operators build one in every eager call (0.5
+    us against 2.5 us).
+    """
+
+    # bool (True keeps) or float (added), broadcastable to (B, Hq, Sq, Sk)
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False  # aligned at the bottom right
+    scale: float | None = None  # None: 1/sqrt(D)
+    window_left: int = -1  # keys to the left of the diagonal that stay visible; -1: all
+    window_right: int = -1
+    softcap: float = 0.0  # 0: off
+    alibi_slopes: Tensor | None = None  # fp32 (Hq,) or (B, Hq)
+    sinks: Tensor | None = None  # (Hq,), joins the softmax denominator only
+    kv_lens: Tensor | None = None  # int32 (B,)
+    key_ranges: Tensor | None = None  # int32 (B or 1, Hq or 1, Sq or 1, 2)
+    # int64, one element; in dense calls also int32 (B, Hq, Sq), a word for each row
+    dropout_seed: Tensor | None = None
+    deterministic: bool = False  # bitwise repeatable backward
+    backend: str | None = None  # None: the current default
+    mask_blocks: Tensor | None = None  # int32, of `mask_blocks_shape`: what attn_mask may skip
+
+    @property
+    def tensors(self) -> DenseTensors:
+        """The optional tensors; `NO_TENSORS` itself where there are none."""
+        mask, slopes, sinks, lens = self.attn_mask, self.alibi_slopes, self.sinks, self.kv_lens
+        ranges, seed = self.key_ranges, self.dropout_seed
+        if mask is slopes is sinks is lens is ranges is seed is self.mask_blocks is None:
+            return NO_TENSORS
+        return DenseTensors(mask, slopes, sinks, lens, ranges, seed, self.mask_blocks)
+
+    def with_tensors(self, tensors: DenseTensors) -> Spec:
+        """The same options with other optional tensors."""
+        return Spec(
+            tensors.attn_mask, self.dropout_p, self.is_causal, self.scale, self.window_left,
+            self.window_right, self.softcap, tensors.alibi_slopes, tensors.sinks, tensors.kv_lens,
+            tensors.key_ranges, tensors.dropout_seed, self.deterministic, self.backend,
+            tensors.mask_blocks,
+        )  # fmt: skip
+
+
+class DenseTensors(NamedTuple):
+    """The optional tensors of a dense call."""
+
+    attn_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    kv_lens: Tensor | None = None
+    key_ranges: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    mask_blocks: Tensor | None = None
+
+
+NO_TENSORS = DenseTensors()
+
+
+class Scalars(NamedTuple):
+    """The scalar options of every kind of call, in the order of the tuples that planning keys.
+
+    Repeated calls make plain tuples of them, which is faster. In these, scalars of one kind of call
+    alone follow.
+    """
+
+    is_causal: bool = False
+    dropout_p: float = 0.0
+    scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    deterministic: bool = False
+    backend: str | None = None
+
+
+UNBOUNDED = 2**31 - 1  # a window this wide excludes no key
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name without "torch.", as errors show it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bounded(side: int) -> int:
+    """One side of a window as kernels read it: -1 where it excludes no key."""
+    return -1 if side >= UNBOUNDED else side
+
+
+class Packing(NamedTuple):
+    """The packing of a variable-length batch along the token dimension."""
+
+    cu_seqlens_q: Tensor  # int32 (B + 1,)
+    cu_seqlens_k: Tensor  # int32 (B + 1,)
+    max_seqlen_q: int | None = None  # None: the number of query tokens, a safe upper bound
+    max_seqlen_k: int | None = None
+
+
+class Cache(NamedTuple):
+    """The cache arguments of a call, and the keys and values to append; kv_lens is in the Spec."""
+
+    page_table: Tensor | None = None  # int32 (B, max_pages): caches are (pages, page_size, Hkv, D)
+    key: Tensor | None = None  # (B, Hkv, Sn, D), appended to the kv_lens keys of each row
+    value: Tensor | None = None  # (B, Hkv, Sn, Dv)
+    # factors of cached fp8 numbers: fp32 (B, Hkv) or (B, Hkv, S); with a page_table (B, Hkv),
+    # (pages, 1, Hkv) or (pages, page_size, Hkv)
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    rotary_cos: Tensor | None = None  # (positions, R / 2): the first R features are rotated
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = False  # pairs are (0, 1), (2, 3), ...; else (0, R / 2), ...
+    num_splits: int = 0  # number of splits of each row's keys; 0: chosen by the backend
+    batch_invariant: bool = False  # a row's bits do not depend on the rest of the batch
+    # fp32 (Hq,): an estimate of each head's largest score; no result depends on it
+    unified_max: Tensor | None = None
+
+
+# What a scale of a cache is for; one of a page of one token is for the page.
+NO_SCALES, ROW_SCALES, PAGE_SCALES, TOKEN_SCALES = range(4)
+
+
+def scales_of(k_scale: Tensor | None, v_scale: Tensor | None, is_paged: bool) -> int:
+    """The granularity of a cache's scales, which is the same for keys and values."""
+    scale = v_scale if k_scale is None else k_scale
+    if scale is None:
+        return NO_SCALES
+    if scale.dim() == 2:
+        return ROW_SCALES
+    return PAGE_SCALES if is_paged and scale.shape[1] == 1 else TOKEN_SCALES
+
+
+class Quantization(NamedTuple):
+    """The options for quantising 16-bit tensors, or the scales of 8-bit tensors.
+
+    A scale is float32 with one element, (B, H), or of query and key (B, H, S) or (B, H,
+    ceil(S / SCALE_BLOCK)), of value (B, H, Dv).
+    """
+
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    qk_dtype: torch.dtype | None = None  # of quantised query and key; None: int8
+    smooth_key: bool = True  # subtract the mean of the keys, which no weight depends on
+    rotate: bool = False  # rotate the features of query and key alike
+
+
+SCALE_BLOCK = 64  # keys that share a scale
+MEAN_KEYS = 1024  # the mean of the keys is over at most so many
+
+
+class Gradients(NamedTuple):
+    """The results of a backward pass; `attn_mask` and `sinks` are None if not requested."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def mask_tiles(mask: Tensor) -> tuple[int, int, int, int]:
+    """Batches, heads, and tiles along queries and along keys of a mask of up to four dimensions."""
+    B, H, rows, columns = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    return B, H, -(-rows // MASK_BLOCK), -(-columns // MASK_BLOCK)
+
+
+def mask_blocks_shape(mask: Tensor) -> tuple[int, int, int]:
+    """The shape of `mask_blocks` of a mask: for each batch and head, a list of tiles for each row
+    of tiles, and one for each column, with their lengths in front.
+    """
+    B, H, m, n = mask_tiles(mask)
+    return B, H, m * (n + 1) + n * (m + 1)
+
+
+def default_scale(spec: Spec, head_dim: int) -> float:
+    """The factor on the products: the scale given, or 1 / sqrt(D); any, without features."""
+    return max(head_dim, 1) ** -0.5 if spec.scale is None else spec.scale
+
+
+def with_appended_lens(spec: Spec, cache: Cache) -> Spec:
+    """The spec with kv_lens that count the appended keys too."""
+    return spec if cache.key is None else spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])
+
+
+def keywords(spec: Spec) -> dict:
+    """An operator's keyword arguments: the options that are not at their default."""
+    return {
+        name: value
+        for name, value in zip(Spec._fields, spec)
+        if name in _KEYWORDS and not _is_default(value, Spec._field_defaults[name])
+    }
+
+
+def _is_default(value: object, default: object) -> bool:
+    return value is default or (type(value) is float and value == default)
+
+
+_KEYWORDS = frozenset(Spec._fields) - {"attn_mask", "dropout_p", "is_causal"}
+
+
+def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
+    """Whether a dense call has so few queries and so many keys that splitting the keys pays.
+
+    With `key_ranges`, all queries of a row must share one range.
+    """
+    return (
+        Sq <= MAX_DECODING_QUERIES
+        and Sk >= MIN_DECODING_KEYS
+        and spec.attn_mask is None
+        and (spec.key_ranges is None or spec.key_ranges.shape[1:3] == (1, 1))
+        and spec.dropout_p == 0.0
+    )
+
+
+def has_short_rows(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
+    """Whether a program can hold whole rows of the scores of a dense call in 16 bits, and a bias.
+
+    The bias is a float mask, and the call has no other option than a scale.
+    """
+    mask = spec.attn_mask
+    if mask is None or not mask.is_floating_point() or q.element_size() != 2:
+        return False
+    if spec.is_causal or spec.dropout_p > 0 or spec.softcap > 0:
+        return False
+    others = spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges, spec.mask_blocks
+    if any(x is not None for x in others) or max(spec.window_left, spec.window_right) >= 0:
+        return False
+    if spec.scale is not None and abs(spec.scale) > 1e30:  # scores may exceed float32
+        return False
+    widest, longest = max(q.shape[3], v.shape[3]), max(q.shape[2], k.shape[2])
+    return widest <= MAX_SHORT_HEAD_DIM and longest <= MAX_SHORT_ROWS
+
+
+def has_short_gradients(q: Tensor, k: Tensor, v: Tensor, spec: Spec, mask_grad: bool) -> bool:
+    """Whether a program can hold all scores of a head and their gradients, as `has_short_rows`.
+
+    The gradient of a bias that the batch shares is a sum over the batch, of any other one it is
+    that of the scores.
+    """
+    if not has_short_rows(q, k, v, spec) or q.shape[1] != k.shape[1]:
+        return False
+    if max(q.shape[2], k.shape[2]) > MAX_SHORT_GRADIENT_ROWS:
+        return False
+    shape, full = spec.attn_mask.shape, (*q.shape[:3], k.shape[2])
+    return not mask_grad or len(shape) < 4 or shape[0] == 1 or shape == full
+
+
+def is_prefill(q: Tensor) -> bool:
+    """Whether a cached call has so many queries (B, H, S, D) that tiles of queries fill the device.
+
+    Each tile then attends all keys of its row; a kernel that cannot split keys is slower with less.
+    """
+    B, H, S, _ = q.shape
+    return S >= 64 and B * H * S >= 4096
+
+
+def queries_of_kv_head(q: Tensor, k: Tensor, cache: Cache) -> int:
+    """Queries (B, Hq, Sq, D) of a batch row that share a kv head of a cache."""
+    heads = k.shape[1] if cache.page_table is None else k.shape[2]
+    return q.shape[1] // heads * q.shape[2]
+
+
+def heads_of_tile(group: int) -> int:
+    """The number of heads of a group that share 64 rows of a tile.
+
+    A tile has whole queries, and this number leaves the fewest rows unused.
+    """
+    divisors = [n for n in range(2, min(group, 64) + 1) if group % n == 0]
+    return max(divisors, key=lambda n: (64 // n * n, n), default=1)
+
+
+def rows_are_aligned(*tensors: Tensor) -> bool:
+    """Whether every row of the last dimension is contiguous and starts at a multiple of 16 bytes.
+
+    False for expanded tensors too, whose strides of 0 TMA does not accept.
+    """
+    for t in tensors:
+        *strides, last = t.stride()
+        if last != 1 or t.data_ptr() % ALIGNMENT:
+            return False
+        bits, unit = 0, ALIGNMENT // t.element_size()
+        for stride in strides:
+            bits |= stride
+        if bits % unit or 0 in strides:
+            pairs = zip(t.shape, strides)
+            if any(size > 1 and (stride % unit or not stride) for size, stride in pairs):
+                return False
+    return True
+
+
+def values_in_keys(k: Tensor, v: Tensor) -> bool:
+    """Whether the values are the first features of the keys, in the same memory."""
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()

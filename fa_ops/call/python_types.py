@@ -1,0 +1,187 @@
+"""Types of Python arguments, and the operators' arguments made of them.
+
+These checks are those that the schema of an operator cannot express. Shapes, dtypes, devices and
+values are checked in `checks`.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_ops.call.call import Tensors
+from fa_ops.call.options import DenseTensors, Packing, bounded, dtype_name
+from fa_ops.plans import dispatch
+from fa_ops.tracing import can_read, is_compiling, is_differentiated, is_traced_by_dynamo
+
+Window = tuple[int | None, int | None]
+
+_KEYWORD_TENSORS = (*DenseTensors._fields[1:],)
+_INT = (int, torch.SymInt, numbers.Integral)
+_BOOL = (bool, torch.SymBool)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
+
+
+def checked_options(
+    query: Tensor, key: Tensor, value: Tensor, tensors: Tensors, scalars: tuple
+) -> dict[str, Any]:
+    """The operators' keyword arguments that differ from their defaults, types checked.
+
+    `scalars` begins with those of `Scalars`, the window's sides from `sides`.
+    """
+    is_causal, _, scale, left, right, softcap, deterministic, backend, *_ = scalars
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        need_tensor(name, t)
+    need_bool("is_causal", is_causal)
+    options: dict[str, Any] = {}
+    if scale is not None:
+        options["scale"] = need_number("scale", scale)
+    if left != -1 or right != -1:
+        options["window_left"], options["window_right"] = left, right
+    softcap = need_number("softcap", softcap)
+    if softcap != 0.0:
+        options["softcap"] = softcap
+    for name, t in zip(tensors._fields, tensors):
+        if t is not None:
+            need_tensor(name, t)
+            if name in _KEYWORD_TENSORS:
+                options[name] = t
+    if deterministic is not False:
+        need_bool("deterministic", deterministic)
+        options["deterministic"] = True
+    if backend is None:
+        backend = dispatch.chosen()
+    if backend is not None:
+        dispatch.check_name(backend)
+        options["backend"] = backend
+    return options
+
+
+def checked_packing(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Packing:
+    """The packing of a call, types checked."""
+    need_tensor("cu_seqlens_q", cu_seqlens_q)
+    need_tensor("cu_seqlens_k", cu_seqlens_k)
+    if max_seqlen_q is not None:
+        max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
+    if max_seqlen_k is not None:
+        max_seqlen_k = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
+    return Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+
+def sides(window: Window | None) -> tuple[int, int]:
+    """The sides of a window, -1 where they exclude no key."""
+    if window is None:
+        return -1, -1
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), got {window!r}")
+    for side in window:
+        if side is not None and not is_int(side):
+            raise TypeError(f"window must hold ints or None, got {window!r}")
+    left, right = window
+    return _side(left), _side(right)
+
+
+def _side(side: int | None) -> int:
+    if side is None:
+        return -1
+    side = bounded(side if isinstance(side, torch.SymInt) else int(side))
+    if side < -(2**63):
+        raise ValueError(f"window must hold integers of 64 bits, got {_short(side)}")
+    return side
+
+
+def need_int(name: str, value: object, kind: str = "an int") -> int:
+    """The value, of Python's own type."""
+    if not is_int(value):
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
+    if isinstance(value, torch.SymInt):
+        return value
+    value = int(value)
+    if not is_compiling() and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be an integer of 64 bits, got {_short(value)}")
+    return value
+
+
+def is_int(value: object) -> bool:
+    """Whether it is an int of Python, of torch.compile or of NumPy, and not a bool."""
+    return isinstance(value, _INT) and not isinstance(value, bool)
+
+
+def _short(value: int) -> str:
+    return str(value) if value.bit_length() < 128 else f"an integer of {value.bit_length()} bits"
+
+
+def need_bool(name: str, value: object) -> None:
+    """Raise TypeError unless the value is a bool of Python or of torch.compile."""
+    if not isinstance(value, _BOOL):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def need_number(name: str, value: object) -> float:
+    """The value as a float, or a symbol; raises TypeError for a bool, a fraction or no number."""
+    if type(value) is float or isinstance(value, _SYMBOLIC):
+        return value
+    is_float = isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational)
+    if not is_float and not is_int(value):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float, got {_short(value)}") from None
+
+
+def read_scale(scale: object) -> object:
+    """The scale, or in place of a tensor without dimensions its value, for which a GPU is awaited.
+
+    Raises TypeError for other tensors, and where a value cannot be read or a derivative by it is
+    asked for.
+    """
+    if not isinstance(scale, Tensor):
+        return scale
+    if scale.dim() or scale.dtype == torch.bool or scale.is_complex():
+        raise TypeError(
+            "scale must be a number, or a tensor with one and without dimensions, got one of "
+            f"shape {tuple(scale.shape)} and {dtype_name(scale.dtype)}"
+        )
+    remedy = "multiply query by it, and pass scale=1.0"
+    if not is_traced_by_dynamo() and is_differentiated(scale):
+        raise TypeError(
+            f"scale must not require grad, as attention has no gradient by it: {remedy}"
+        )
+    if not can_read(scale, waiting=True):
+        raise TypeError(
+            "scale must be a number where the value of a tensor cannot be read, as under "
+            f"torch.compile, torch.vmap or CUDA graph capture: {remedy}"
+        )
+    return float(scale)
+
+
+def probability(value: object) -> float:
+    """The probability of dropout; False is 0, as SDPA takes it."""
+    return need_number("dropout_p", 0.0 if value is False else value)
+
+
+def need_tensor(name: str, value: object) -> Tensor:
+    """The value, if it is a Tensor with strides or stands for one; raises TypeError if not."""
+    if isinstance(value, Tensor):
+        if value.layout not in (torch.strided, torch.jagged):
+            raise TypeError(f"{name} must be a strided Tensor, got one of {value.layout}")
+        if value.is_nested and value.layout is torch.strided:
+            raise TypeError(f"{name} must be a Tensor, or a nested one with layout=torch.jagged, "
+                            "got a nested one of torch.strided")  # fmt: skip
+    elif not is_proxy(value):
+        raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+    return value
+
+
+def is_proxy(value: object) -> bool:
+    """Whether it stands for a tensor, as in `torch.fx.symbolic_trace`; operators record it."""
+    return hasattr(type(value), "__torch_function__") and not isinstance(value, Tensor)

@@ -1,0 +1,258 @@
+"""Calls of FlashAttention 3 whose products no kernel of ours has in one piece.
+
+Values wider than keys, a second product of queries (`qv`), and 8-bit numbers where a kernel has no
+8-bit form: these are multiplied in bfloat16, from the same numbers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fa_ops import tracing
+from fa_ops.call import checks
+from fa_ops.call.options import MAX_HEAD_DIM, Packing
+from fa_ops.call.python_types import need_tensor
+from fa_ops.compat.flash import arguments
+from fa_ops.compat.flash.arguments import has_shape, unit_stride
+from fa_ops.compat.flash.cache import Caches, attend_chunks, attend_pages
+from fa_ops.functions.attention import attention_varlen
+from fa_ops.ops.autograd import undifferentiable
+
+
+def attend_parts(
+    attend: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]], v: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out, or (out, lse), of a call for values of any width.
+
+    The weights do not depend on the values, so that more than 512 features are attended in calls of
+    512 each, all of which compute the scores. The lse is that of the first.
+    """
+    if not is_limited(v.device):
+        return attend(v)
+    results = [attend(part) for part in v.split(MAX_HEAD_DIM, -1)]
+    if len(results) == 1:
+        return results[0]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results, -1)
+    return torch.cat([out for out, _ in results], -1), results[0][1]
+
+
+def is_limited(device: torch.device) -> bool:
+    """Whether the kernels for a device take a limited number of features."""
+    return device.type == "cuda"
+
+
+def with_features_of_values(q: Tensor, qv: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
+    """The queries and caches whose products are those of both: ``(qv, q)`` and ``(v, k)``."""
+    k, v, *rest = caches
+    check_qv(q, qv, v)
+    keys = joined(k, v)
+    return torch.cat((qv, q), -1), Caches(keys, keys[..., : v.shape[-1]], *rest)
+
+
+def check_qv(q: Tensor, qv: Tensor, v: Tensor) -> None:
+    """Raise ValueError or TypeError unless qv is of q's tokens and heads and v's features."""
+    has_shape("qv", need_tensor("qv", qv), (*q.shape[:-1], v.shape[-1]))
+    checks.need(qv.dtype == q.dtype, "qv must have q's dtype {}, got {}", q.dtype, qv.dtype)
+    checks.need(qv.device == q.device, "qv must be on {}, got {}", q.device, qv.device)
+    checks.same_device(q, "v", v)
+
+
+def joined(k: Tensor, v: Tensor) -> Tensor:
+    """Keys ``(..., Dv + D)`` that begin with the values.
+
+    Nothing is copied where a latent cache holds them so, and k and v are views of it.
+    """
+    D, Dv = k.shape[-1], v.shape[-1]
+    has_shape("k", k, (*v.shape[:-1], D))
+    checks.same_device(v, "k", k, "v")
+    checks.need(k.dtype == v.dtype, "k must have v's dtype {}, got {}", v.dtype, k.dtype,
+                error=TypeError)  # fmt: skip
+    if not tracing.is_compiling() and k.stride() == v.stride() and k.stride(-1) == 1:
+        behind = k.storage_offset() - v.storage_offset() == Dv
+        if behind and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr():
+            return v.as_strided((*v.shape[:-1], Dv + D), v.stride(), v.storage_offset())
+    return torch.cat((v, k), -1)
+
+
+def batch(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, chunk: int, options: dict
+) -> tuple[Tensor, Tensor]:
+    """out ``(B, Sq, Hq, Dv)`` and lse ``(B, Hq, Sq)``."""
+    (B, Sq), Sk = q.shape[:2], k.shape[1]
+    check_qv(q, qv, v)
+    checks.need(k.shape[0] == B, "k has batch size {}, but q's is {}", k.shape[0], B)
+    if not Sk:  # a page holds at least one key
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
+    ends = torch.arange(B + 1, dtype=torch.int32, device=q.device) * Sq
+    lens = torch.full((B,), Sk, dtype=torch.int32, device=q.device)
+    table = torch.arange(B, dtype=torch.int32, device=q.device)[:, None]
+    flat = (x.flatten(0, 1) for x in (q, qv))
+    out, lse = _attend(*flat, Caches(k, v, table, k.shape[1]), lens, ends, Sq, chunk, options)
+    return out.unflatten(0, (B, Sq)), lse.unflatten(1, (B, Sq)).transpose(0, 1)
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, packing: Packing, kv_lens: Tensor | None,
+    options: dict,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out ``(Tq, Hq, Dv)`` and lse ``(Hq, Tq)``; each key is a page of its own."""
+    check_qv(q, qv, v)
+    arguments.check(packing, (q.shape[0], k.shape[0]))
+    ends_q, ends_k, longest_q, longest_k = packing
+    tokens = k.shape[0]
+    lens = ends_k.diff() if kv_lens is None else torch.minimum(kv_lens, ends_k.diff()).clamp(min=0)
+    arguments.check_longest("max_seqlen_k", longest_k, lens)
+    longest_k = tokens if longest_k is None else min(longest_k, tokens)
+    table = ends_k[:-1, None] + torch.arange(longest_k, dtype=torch.int32, device=q.device)
+    table = table.clamp(0, max(tokens - 1, 0))
+    pages = Caches(k[:, None], v[:, None], table, longest_k)
+    return _attend(q, qv, pages, lens.int(), ends_q, longest_q, 0, options)
+
+
+def _attend(q, qv, caches, lens, ends, longest, chunk, options) -> tuple[Tensor, Tensor]:
+    given = (q, qv, *caches[:2])
+    q, qv, k, v = (unit_stride(x.detach()) for x in given)
+    q, caches = with_features_of_values(q, qv, caches._replace(k=k, v=v))
+    options = options | {"num_splits": 0}
+    if chunk:
+        out, lse = attend_chunks(q, caches, lens, ends, None, chunk, options)
+    else:
+        out, lse = attend_pages(q, *caches[:2], lens, caches.table, ends, longest, options)
+    return undifferentiable("attention with qv has no backward pass", given, out, lse)
+
+
+E4M3, WIDE = torch.float8_e4m3fn, torch.bfloat16
+SCALES = "q_scale", "k_scale", "v_scale"
+_said: set[str] = set()
+
+
+class Widened:
+    """Queries of e4m3 tensors in bfloat16, whose scores are those of the tensors and scales.
+
+    Attributes:
+        q: ``(..., Hq, D)``, for products with the 8-bit keys.
+        qv: ``(..., Hq, Dv)``, for products with the 8-bit values; or ``None``.
+    """
+
+    def __init__(
+        self, q: Tensor, qv: Tensor | None, keys_and_values: dict[str, Tensor],
+        scales: dict[str, Tensor], rows: Tensor,
+    ) -> None:  # fmt: skip
+        """`scales` are those of :meth:`Scales.options`; `rows` says which row of them a token has.
+
+        `rows` broadcasts to the tokens; rows behind the last one have factors of 1. Keys and
+        values, by name, are only checked.
+        """
+        check(q, **keys_and_values)
+        if qv is not None:
+            check_qv(q, qv, [*keys_and_values.values()][1])
+        factors = [_by_token(scales[name], rows, q.shape[-2]) for name in SCALES]
+        wide = q.float() * factors[0]
+        self.q = (wide * factors[1]).to(WIDE)
+        self.qv = None if qv is None else (qv.float() * factors[0] * factors[2]).to(WIDE)
+        self._values = factors[2]
+
+    def result(self, out: Tensor) -> Tensor:
+        """out ``(..., Hq, Dv)`` of the 8-bit values, times their factors."""
+        return (out.float() * self._values).to(WIDE)
+
+
+def _by_token(scale: Tensor, rows: Tensor, heads: int) -> Tensor:
+    """The scale (1,) or (B, H) as a factor of tokens (..., heads, features)."""
+    if scale.dim() == 1:
+        return scale
+    scale = torch.nn.functional.pad(scale, (0, 0, 0, 1), value=1.0)
+    return scale[rows].repeat_interleave(heads // scale.shape[1], -1)[..., None]
+
+
+def rows_of_tokens(ends: Tensor, tokens: int) -> Tensor:
+    """The sequence of each packed token; for tokens behind all of them their number."""
+    token = torch.arange(tokens, device=ends.device)
+    return torch.searchsorted(ends[1:].contiguous(), token, right=True)
+
+
+def say(level: int, **arguments: object) -> None:
+    """Warn once of each of these that is given: with it products are not computed in 8 bits.
+
+    `level` is the stack level of the caller. Compiled functions warn when they are traced.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            _warn_once(name, level + 1)
+
+
+@torch.compiler.assume_constant_result
+def _warn_once(name: str, level: int) -> None:
+    if name not in _said:
+        _said.add(name)
+        warnings.warn(
+            f"no kernel has 8-bit products with {name}: products of float8_e4m3fn tensors are "
+            "computed in bfloat16, which takes about twice as long on a GPU",
+            RuntimeWarning,
+            stacklevel=level,
+        )
+
+
+def in_32_bits(x: Tensor) -> Tensor:
+    """The tensor in float32 if its dtype is a smaller one of floating point."""
+    return x.float() if x.is_floating_point() and x.itemsize < 4 else x
+
+
+def check(q: Tensor, **keys_and_values: Tensor) -> None:
+    """Raise TypeError or ValueError unless keys and values fit the e4m3 queries.
+
+    The first are the keys, all in layouts that end with ``(H, D)``.
+    """
+    for name, x in keys_and_values.items():
+        checks.same_device(q, name, x, "q")
+        checks.need(x.dtype == q.dtype, "{} is {}, but q is {}", name, x.dtype, q.dtype,
+                    error=TypeError)  # fmt: skip
+    (Hq, D), (Hkv, Dk), (Hv, _) = (x.shape[-2:] for x in (q, *keys_and_values.values()))
+    checks.heads(Hq, Hkv, Hv, D, Dk, *keys_and_values)
+
+
+def of_used_parts(scales: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The scales of a packing of the used parts of sequences, and of what lies between two."""
+    return {n: s if s.dim() == 1 else s.repeat_interleave(2, 0)[:-1] for n, s in scales.items()}
+
+
+def without_backward(inputs: tuple[Tensor | None, ...], result: tuple) -> tuple[Tensor, ...]:
+    """The tensors of a result, whose backward pass raises if one of the inputs requires grad."""
+    message = "attention of float8_e4m3fn tensors has no backward pass"
+    return undifferentiable(message, [x for x in inputs if x is not None], *result)
+
+
+def attend_numbers(
+    q: Tensor, caches: Caches, lens: Tensor, ends: Tensor | None, longest: int | None, options: dict
+) -> tuple[Tensor, Tensor]:
+    """out and lse in the layout of q: rows ``(B, Sq, Hq, D)`` or packed ``(Tq, Hq, D)``.
+
+    Args:
+        ends: int32 ``(B + 1,)``, the cumulative numbers of packed queries; ``None``: rows.
+        longest: upper bound on the number of queries of a packed sequence.
+        options: those of :func:`fa_ops.attention_varlen`, and ``num_splits``, which is ignored.
+    """
+    rows, caches = q.shape[:2], caches.in_pages()
+    options = {name: value for name, value in options.items() if name != "num_splits"}
+    packed, longest = (q, longest) if ends is not None else (q.flatten(0, 1), rows[1])
+    if ends is None:
+        ends = torch.arange(rows[0] + 1, dtype=torch.int32, device=q.device) * rows[1]
+    out, lse = attention_varlen(
+        packed, caches.k, caches.v, ends, None, longest, kv_lens=lens, page_table=caches.table,
+        return_lse=True, **options,
+    )  # fmt: skip
+    if packed is q:
+        return out, lse
+    return out.unflatten(0, rows), lse.unflatten(1, rows).transpose(0, 1)
+
+
+def attend_none(q: Tensor, caches: Caches, options: dict) -> None:
+    """Raise what attention of packed queries over these caches would, by a call without rows."""
+    none = torch.zeros(1, dtype=torch.int32, device=q.device)
+    options = options | {n: options[n][:0] for n in SCALES if options[n].dim() > 1}
+    attend_numbers(q[:0], caches._replace(table=caches.table[:0]), none[:0], none, 0, options)

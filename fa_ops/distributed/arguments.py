@@ -1,0 +1,337 @@
+"""What a call of `context_parallel_attention` asks for, checked before anything is sent."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from fa_ops.call import checks
+from fa_ops.call.call import DENSE, Call
+from fa_ops.call.options import DenseTensors, Scalars, Spec, dtype_name
+from fa_ops.call.python_types import (
+    Window,
+    checked_options,
+    need_bool,
+    need_number,
+    need_tensor,
+    sides,
+)
+from fa_ops.distributed.layout import (
+    Members,
+    SequenceLayout,
+    check_kind,
+    contiguous_layout,
+    zigzag_layout,
+)
+from fa_ops.distributed.masks import Mask, check_ends, on_host
+from fa_ops.distributed.ring_steps import StepOptions
+from fa_ops.distributed.schedule import StepProblem
+from fa_ops.distributed.transport import TRANSPORTS
+from fa_ops.ops import autograd
+from fa_ops.plans import dispatch, planning
+
+SCHEMES = ("auto", "ring", "ulysses", "all_gather")
+
+
+class Options(NamedTuple):
+    """The options of a call, as the user gave them."""
+
+    scheme: str = "auto"
+    is_causal: bool = False
+    window: Window | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    kv_lens: Tensor | None = None
+    key_ranges: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    layout: str | SequenceLayout = "zigzag"
+    deterministic: bool = False
+    backend: str | None = None
+    transport: str = "auto"
+
+    @property
+    def step_options(self) -> StepOptions:
+        """What all calls of the operator share."""
+        return StepOptions(self.scale, float(self.softcap), self.deterministic, self.backend)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The window, -1 for unbounded sides."""
+        return sides(self.window)
+
+
+class CheckedCall(NamedTuple):
+    """A checked call."""
+
+    problem: StepProblem
+    options: Options
+    text: str  # describes the call; equal on all processes
+    kept: dict  # what calls that are alike share
+
+
+_LIMIT = 256
+_known: dict[tuple, tuple[StepProblem, str, dict]] = {}
+_shared: dict[tuple, dict] = {}  # of calls whose masks are compared by a hash of their values
+
+
+def error_of_flags(**flags: object) -> TypeError | None:
+    """The error of the first that is no bool, of which other processes are to hear, or None."""
+    for name, flag in flags.items():
+        try:
+            need_bool(name, flag)
+        except TypeError as error:
+            return error
+    return None
+
+
+def checked(
+    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options
+) -> CheckedCall:
+    """Check a call by what this process alone can know; once for calls that are alike.
+
+    Raises:
+        ValueError, TypeError: the call is not legal.
+        NotImplementedError: no backend, or not the one asked for, can run it.
+    """
+    alike = _alike(query, key, value, groups, options)
+    known = None if alike is None else _known.get(alike)
+    if known is not None:
+        problem, text, kept = known
+        return CheckedCall(problem, options, text, kept)
+    request = _checked(query, key, value, groups, options)
+    if alike is None:
+        sizes = tuple((group.rank, group.size) for group in groups)
+        same = request.problem.key(), request.text, query.device, sizes, options.sinks is None
+        if len(_shared) >= _LIMIT:
+            _shared.clear()
+        return request._replace(kept=_shared.setdefault(same, request.kept))
+    if len(_known) >= _LIMIT:
+        _known.clear()
+    _known[alike] = request.problem, request.text, request.kept
+    return request
+
+
+def _alike(
+    q: object, k: object, v: object, groups: tuple[Members, ...], options: Options
+) -> tuple | None:
+    """What calls have in common that are checked alike; None where that is not known."""
+    tensors = (q, k, v, options.alibi_slopes, options.sinks)
+    masks = (options.kv_lens, options.cu_seqlens)
+    if options.key_ranges is not None or not all(
+        x is None or type(x) in (Tensor, Parameter) for x in (*tensors, *masks)
+    ):
+        return None
+    geometry = [
+        x is None or (x.shape, x.dtype, x.device, x.requires_grad, x.stride()[-1:])
+        for x in (*tensors, *masks)
+    ]
+    values = [None if x is None else on_host(x).numpy().tobytes() for x in masks]
+    sides = options.window if isinstance(options.window, tuple) else ()
+    plain = options._replace(alibi_slopes=None, sinks=None, kv_lens=None, cu_seqlens=None)
+    key = (
+        *geometry, *values, plain, *map(type, (*plain, *sides)), dispatch.chosen(),
+        torch.is_grad_enabled(),
+        *((group.rank, group.size) for group in groups),
+    )  # fmt: skip
+    try:
+        hash(key)
+    except TypeError:  # an option of a type that the checks refuse
+        return None
+    return key
+
+
+def _checked(
+    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options
+) -> CheckedCall:
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if need_tensor(name, t).dim() != 4:
+            raise ValueError(f"{name} must have shape (B, H, S, D), got {tuple(t.shape)}")
+    size = 1
+    for members in groups:
+        _check_device(query, key, value, members)
+        size *= members.size
+    _check_scheme(options, groups, query)
+    layouts = [_layout(options.layout, name, x.shape[2], size) for name, x in _named(query, key)]
+    _check_operator(query, key, value, size, options)
+    _check_backend(query, key, value, options)
+    mask = _mask(options, *(layout.tokens for layout in layouts))
+    problem = StepProblem(
+        mask, *layouts, options.alibi_slopes is not None, query.shape[0], options.dropout_p > 0
+    )
+    return CheckedCall(problem, options, _text(query, key, value, problem, options), {})
+
+
+def _check_device(query: Tensor, key: Tensor, value: Tensor, members: Members) -> None:
+    for name, t in (("key", key), ("value", value)):
+        if t.device != query.device:
+            raise ValueError(f"{name} is on {t.device}, but query is on {query.device}")
+    kind, backends = query.device.type, dist.get_backend_config(members.group)
+    if members.size > 1 and f"{kind}:" not in backends:
+        raise ValueError(f"query is on {query.device}, but the group has backends for {backends}")
+
+
+def _named(query: Tensor, key: Tensor) -> tuple:
+    return ("query", query), ("key", key)
+
+
+def _check_scheme(options: Options, groups: tuple[Members, ...], query: Tensor) -> None:
+    scheme = options.scheme
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    if options.transport not in TRANSPORTS:
+        words = ", ".join(TRANSPORTS)
+        raise ValueError(f"transport must be one of {words}, got {options.transport!r}")
+    if len(groups) == 2 and scheme == "ulysses":
+        raise ValueError(
+            "scheme must be 'auto', 'ring' or 'all_gather' on a mesh of two dimensions, whose "
+            "second one exchanges heads, got 'ulysses'"
+        )
+    if options.transport == "peer" and scheme == "ulysses":
+        raise ValueError(
+            "transport must be 'auto' or 'nccl' with scheme='ulysses', whose all-to-all is the "
+            "group's backend's, got 'peer'"
+        )
+    exchanging = groups[-1].size if len(groups) == 2 or scheme == "ulysses" else 1
+    if query.shape[1] % exchanging:
+        raise ValueError(
+            f"query must have a number of heads that the {exchanging} processes which exchange "
+            f"heads divide, got {query.shape[1]}"
+        )
+
+
+def _layout(layout: str | SequenceLayout, name: str, local: int, size: int) -> SequenceLayout:
+    if isinstance(layout, SequenceLayout):
+        if (layout.tokens, layout.size) != (local * size, size):
+            raise ValueError(
+                f"layout is of {layout.tokens} tokens on {layout.size} processes, but {name} has "
+                f"{local} on each of {size}"
+            )
+        layout.check()
+        return layout
+    check_kind(layout)
+    if layout == "contiguous":
+        return contiguous_layout(local * size, size)
+    if size > 1 and local % 2:
+        raise ValueError(f"{name} must have an even number of tokens in zigzag order, got {local}")
+    return zigzag_layout(local * size, size)
+
+
+def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Options) -> None:
+    """Raise the operator's own errors for the call over the whole sequence."""
+    tensors = DenseTensors(
+        None, options.alibi_slopes, options.sinks, options.kv_lens, options.key_ranges
+    )
+    scalars = Scalars(
+        options.is_causal, options.dropout_p, options.scale, *options.sides, options.softcap,
+        options.deterministic, options.backend,
+    )  # fmt: skip
+    given = checked_options(q, k, v, tensors, scalars)
+    if not 0.0 <= need_number("dropout_p", options.dropout_p) < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {options.dropout_p}")
+    checks.contiguous_rows(query=q, key=k, value=v)
+    for name, t in (("alibi_slopes", options.alibi_slopes), ("sinks", options.sinks)):
+        if t is not None and t.device != q.device:
+            raise ValueError(f"{name} is on {t.device}, but query is on {q.device}")
+    autograd.refuse_gradient_of(options.alibi_slopes)
+    whole = [_whole(x, size) for x in (q, k, v)]
+    on_meta = {n: x.detach().to("meta") if isinstance(x, Tensor) else x for n, x in given.items()}
+    ends = options.cu_seqlens
+    if ends is None:
+        torch.ops.fa.attention_with_lse(*whole, is_causal=options.is_causal, **on_meta)
+    else:
+        _check_documents(q, k, size, options)
+        packed = (x[0].transpose(0, 1) for x in whole)
+        ends = need_tensor("cu_seqlens", ends).to("meta")
+        torch.ops.fa.attention_varlen(*packed, ends, ends, is_causal=options.is_causal, **on_meta)
+    leaves = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
+    records = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+    if records and (options.backend or dispatch.chosen()) == "reference":
+        raise NotImplementedError(
+            "the reference backend has no gradients of ring attention or of the other schemes, got "
+            "inputs that require grad"
+        )
+
+
+def _whole(x: Tensor, size: int) -> Tensor:
+    shape = (x.shape[0], x.shape[1], x.shape[2] * size, x.shape[3])
+    return torch.empty(shape, dtype=x.dtype, device="meta")
+
+
+def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+    """Raise NotImplementedError unless a backend supports such calls on this device."""
+    left, right = options.sides
+    spec = Spec(
+        None, options.dropout_p, options.is_causal, options.scale, left, right, options.softcap,
+        options.alibi_slopes, backend=options.backend,
+    )  # fmt: skip
+    if options.dropout_p > 0:
+        words = torch.empty(q.shape[:3], dtype=torch.int32, device=q.device)
+        spec = spec._replace(dropout_seed=words)
+    if (
+        options.kv_lens is not None
+        or options.key_ranges is not None
+        or options.cu_seqlens is not None
+    ):
+        spec = spec._replace(key_ranges=torch.zeros(1, 1, 1, 2, dtype=torch.int32, device=q.device))
+    dispatch.choose(planning.normalised(Call(DENSE, q, k, v, spec)))
+
+
+def _check_documents(q: Tensor, k: Tensor, size: int, options: Options) -> None:
+    ends = need_tensor("cu_seqlens", options.cu_seqlens)
+    tokens = q.shape[2] * size
+    if q.shape[0] != 1:
+        raise ValueError(f"query must have a batch of 1 with cu_seqlens, got {q.shape[0]}")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"key must be as long as query with cu_seqlens, got {k.shape[2]} and {q.shape[2]} "
+            "tokens"
+        )
+    if options.key_ranges is not None:
+        raise ValueError("key_ranges and cu_seqlens both separate documents: pass one of them")
+    check_ends(ends, tokens)
+    slopes = options.alibi_slopes
+    if slopes is not None and (slopes.dim() != 1 or options.kv_lens is not None):
+        raise NotImplementedError(
+            "alibi_slopes with cu_seqlens must have shape (Hq,), without kv_lens: distances are "
+            f"those of the packed tokens, got shape {tuple(slopes.shape)}"
+        )
+
+
+def _mask(options: Options, queries: int, keys: int) -> Mask:
+    left, right = options.sides
+    ranges = on_host(options.key_ranges)
+    if ranges is not None:
+        ranges = ranges.clamp(0, keys)
+    return Mask(
+        queries, keys, bool(options.is_causal), left, right, on_host(options.kv_lens), ranges,
+        on_host(options.cu_seqlens),
+    )  # fmt: skip
+
+
+def _text(q: Tensor, k: Tensor, v: Tensor, problem: StepProblem, options: Options) -> str:
+    """What must be equal on all processes."""
+    shapes = ", ".join(
+        f"{name} {tuple(t.shape)}" for name, t in (("query", q), ("key", k), ("value", v))
+    )
+    tensors = {"alibi_slopes", "sinks", "kv_lens", "key_ranges", "cu_seqlens", "layout"}
+    scalars = {n: x for n, x in options._asdict().items() if n not in tensors}
+    changed = [f"{n}={x}" for n, x in scalars.items() if x != Options._field_defaults[n]]
+    there = [n for n in ("alibi_slopes", "sinks") if getattr(options, n) is not None]
+    if options.sinks is not None and options.sinks.requires_grad and torch.is_grad_enabled():
+        there.append("gradient of sinks")
+    records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    layout = options.layout
+    if not isinstance(layout, str):
+        layout = hashlib.sha1(repr(layout).encode(), usedforsecurity=False).hexdigest()[:16]
+    return ", ".join([
+        f"{shapes} of {dtype_name(q.dtype)}", *changed, *there,
+        f"mask {problem.mask.digest()}", f"gradients {records}", f"layout {layout}",
+    ])  # fmt: skip

@@ -1,0 +1,352 @@
+"""How keys travel between the processes of a group: by reading each other's memory, or by messages.
+
+GPUs of one host with access to each other's memory read it ("peer"); otherwise the group's backend
+sends messages. All processes of a group agree on that once, in the first call. With "peer" a
+process stages the keys that others attend once in a pass, at the rows where it holds them, so that
+the others know where they are. Gradients of another process's keys are staged at the rows where
+that process holds the keys. `peer_protocol` says when staging memory may be written and read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fa_ops.distributed import handshake
+from fa_ops.distributed.exchange import (
+    Exchange,
+    PackedKeys,
+    copy_rows,
+    empty_tokens,
+    in_advance,
+    tokens_first,
+)
+from fa_ops.distributed.layout import Members, Segment, SequenceLayout
+from fa_ops.distributed.peer_protocol import (
+    GRADIENTS,
+    KEYS,
+    KEYS_AGAIN,
+    Arrival,
+    Kind,
+    PeerProtocol,
+)
+from fa_ops.distributed.schedule import RING, Step, StepPlan, rows_of
+from fa_ops.tracing import is_capturing
+
+
+class PeerExchange:
+    """The exchanges of one call. A pass of the call is in `forward_pass` or `backward_pass`."""
+
+    def __init__(self, protocol: PeerProtocol, keys: SequenceLayout, scheme: str) -> None:
+        self._protocol, self._layout = protocol, keys
+        self._rank, self._size = protocol.memory.rank, protocol.memory.size
+        # a step of a ring has keys of one other process, another scheme's of all of them
+        self._owners = 1 if scheme == RING else self._size - 1
+        self._kind, self._sizes = KEYS, None
+
+    @contextlib.contextmanager
+    def forward_pass(self, plan: StepPlan, k: Tensor, v: Tensor) -> Iterator[None]:
+        """What a forward pass sends and receives is in here."""
+        with self._protocol.passes():
+            self._begin_keys(KEYS, plan, k, v)
+            yield
+
+    @contextlib.contextmanager
+    def backward_pass(
+        self, plan: StepPlan, k: Tensor, v: Tensor, keeps_keys: bool
+    ) -> Iterator[None]:
+        """What a backward pass sends and receives is in here."""
+        with self._protocol.passes():
+            if not keeps_keys:
+                self._begin_keys(KEYS_AGAIN, plan, k, v)
+            routes, size = self._routes(plan), self._owners * self._rows(k, v).nbytes
+            self._protocol.begin(GRADIENTS, size, routes.sources, routes.readers)
+            yield
+
+    def _begin_keys(self, kind: Kind, plan: StepPlan, k: Tensor, v: Tensor) -> None:
+        self._kind, routes = kind, self._routes(plan)
+        self._protocol.begin(kind, self._rows(k, v).nbytes, routes.readers, routes.sources)
+
+    def keys(
+        self, plan: StepPlan, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor], PackedKeys | None]]:
+        """As `Exchange.keys`."""
+        routes, D = self._routes(plan), k.shape[3]
+        if routes.readers:
+            staged = self._rows(k, v).packed(self._protocol.overwrite(self._kind), k, v)
+            for part in routes.staged:
+                copy_rows(staged[part, ..., :D], tokens_first(k)[part])
+                copy_rows(staged[part, ..., D:], tokens_first(v)[part])
+            self._protocol.publish(self._kind, routes.readers)
+        return in_advance(plan, k, v, lambda number: self._request(plan, number, k, v))
+
+    def _request(
+        self, plan: StepPlan, number: int, k: Tensor, v: Tensor
+    ) -> tuple[PackedKeys | None, Arrival]:
+        """Start to read a step's keys; returns where they arrive."""
+        step, held, parts = plan.steps[number], None, []
+        if step.receives:
+            held = PackedKeys.empty(step.buffer, k, v)
+            if step.own:
+                held.write(plan.keys, k, v)
+            row = self._rows(k, v).row
+            parts = [
+                (rank, [(of.start * row, held.x[to]) for of, to in pairs])
+                for rank, pairs in self._routes(plan).received[number]
+            ]
+        return held, self._protocol.fetch(self._kind, parts)
+
+    def gradients(self, plan: StepPlan, number: int, grads: tuple, k: Tensor, v: Tensor):
+        """As `Exchange.gradients`."""
+        routes, rows = self._routes(plan), self._rows(k, v)
+        if routes.received[number]:
+            staging = self._protocol.overwrite(GRADIENTS)
+            for rank, pairs in routes.received[number]:
+                slot = staging[self._slot(rank, self._rank) * rows.nbytes :]
+                for staged, x in zip(rows.apart(slot, k, v), grads, strict=True):
+                    for there, here in pairs:
+                        copy_rows(staged[there], tokens_first(x)[here])
+            self._protocol.publish(GRADIENTS, [rank for rank, _ in routes.received[number]])
+        received, parts = [], []
+        for rank, pieces in routes.returned[number]:
+            slot, copies = self._slot(self._rank, rank) * rows.nbytes, []
+            for part in pieces:
+                pair = [empty_tokens(x, part.stop - part.start) for x in (k, v)]
+                received.append((part, *(x.permute(1, 2, 0, 3) for x in pair)))
+                places = rows.offsets(part.start)
+                copies += [(slot + at, x) for at, x in zip(places, pair, strict=True)]
+            parts.append((rank, copies))
+        return received, self._protocol.fetch(GRADIENTS, parts)
+
+    def _slot(self, owner: int, stager: int) -> int:
+        """Which part of a process's staging memory has the gradients of an owner's keys."""
+        return 0 if self._owners == 1 else (owner - stager) % self._size - 1
+
+    def _rows(self, k: Tensor, v: Tensor) -> _Rows:
+        if self._sizes is None:
+            (B, H, _, D), unit = k.shape, k.element_size()
+            sizes = B * H * D * unit, B * H * v.shape[3] * unit
+            self._sizes = _Rows(self._layout.local, *sizes)
+        return self._sizes
+
+    def _routes(self, plan: StepPlan) -> Routes:
+        """What follows from a plan; kept as long as this is used."""
+        known = _known.get(id(plan))
+        if known is None:
+            if len(_known) >= _LIMIT:
+                _known.clear()
+            known = _known[id(plan)] = plan, Routes.of(plan, self._layout.segments)
+        return known[1]
+
+
+class Routes(NamedTuple):
+    """Which rows travel in which step."""
+
+    readers: tuple[int, ...]  # who attends keys of this process
+    sources: tuple[int, ...]  # whose keys this process attends
+    staged: tuple[slice, ...]  # rows of this process that others attend
+    # for each step from whom, the rows there, and the rows of the step's keys
+    received: tuple[list[tuple[int, list[tuple[slice, slice]]]], ...]
+    # for each step from whom gradients return, and the rows of this process
+    returned: tuple[list[tuple[int, list[slice]]], ...]
+
+    @classmethod
+    def of(cls, plan: StepPlan, held: tuple[tuple[Segment, ...], ...]) -> Routes:
+        """Those of a plan; `held` has the keys of all processes."""
+        received, returned = [], []
+        for step in plan.steps:
+            received.append([
+                (rank, _consecutive(rows_of(held[rank], wanted), rows_of(step.buffer, wanted)))
+                for rank, wanted in step.receives
+            ])  # fmt: skip
+            returned.append([(r, _joined(rows_of(plan.keys, wanted))) for r, wanted in step.sends])
+        staged = _joined([part for step in returned for _, parts in step for part in parts])
+        readers, sources = (
+            tuple(rank for step in steps for rank, _ in step) for steps in (returned, received)
+        )
+        return cls(readers, sources, tuple(staged), tuple(received), tuple(returned))
+
+
+_LIMIT = 32
+_known: dict[int, tuple[StepPlan, Routes]] = {}  # by the identity of plans, which are kept here
+
+
+class _Rows(NamedTuple):
+    """Where rows of keys and values, or of their gradients, are in staging memory."""
+
+    count: int
+    key: int  # bytes of a token's key
+    value: int
+
+    @property
+    def row(self) -> int:
+        return self.key + self.value
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.row
+
+    def packed(self, staging: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keys with their values, (tokens, B, Hkv, D + Dv)."""
+        shape = (self.count, *k.shape[:2], k.shape[3] + v.shape[3])
+        return staging[: self.nbytes].view(k.dtype).view(shape)
+
+    def apart(self, staging: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, then values: (tokens, B, Hkv, D) and (tokens, B, Hkv, Dv)."""
+        ends = self.count * self.key, self.nbytes
+        flat = staging[: ends[0]], staging[ends[0] : ends[1]]
+        return tuple(
+            x.view(like.dtype).view(self.count, *like.shape[:2], like.shape[3])
+            for x, like in zip(flat, (k, v), strict=True)
+        )
+
+    def offsets(self, row: int) -> tuple[int, int]:
+        """Where a row's key and value are, of `apart`."""
+        return row * self.key, self.count * self.key + row * self.value
+
+
+def _joined(rows: list[slice]) -> list[slice]:
+    """The rows in ascending order, each once, those that touch as one."""
+    found: list[slice] = []
+    for part in sorted(rows, key=lambda x: x.start):
+        if found and part.start <= found[-1].stop:
+            found[-1] = slice(found[-1].start, max(found[-1].stop, part.stop))
+        else:
+            found.append(part)
+    return found
+
+
+def _consecutive(these: list[slice], those: list[slice]) -> list[tuple[slice, slice]]:
+    """Pairs of equally many rows, pairs of which both follow on the last as one."""
+    found: list[tuple[slice, slice]] = []
+    for a, b in zip(these, those, strict=True):
+        if found and (found[-1][0].stop, found[-1][1].stop) == (a.start, b.start):
+            a, b = slice(found[-1][0].start, a.stop), slice(found[-1][1].start, b.stop)
+            found.pop()
+        found.append((a, b))
+    return found
+
+
+TRANSPORTS = ("auto", "peer", "nccl")
+
+# of a group and then a device: what the processes share, or why they share nothing
+_agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def exchange(
+    members: Members, device: torch.device, asked: str, keys: SequenceLayout, scheme: str,
+    timeout: float | None,
+) -> Exchange | PeerExchange:  # fmt: skip
+    """What exchanges the keys of a call.
+
+    Raises:
+        NotImplementedError: "peer" is asked for and cannot be had, in all processes.
+    """
+    if members.size == 1 or asked == "nccl":
+        return Exchange(members, timeout)
+    found = _unsuitable(device) or agreed(members, device, timeout)
+    if isinstance(found, PeerProtocol):
+        return PeerExchange(found, keys, scheme)
+    if asked == "peer":
+        raise NotImplementedError(f"transport 'peer' cannot be used: {found}")
+    return Exchange(members, timeout)
+
+
+def describe(members: Members, device: torch.device, asked: str) -> str:
+    """What `exchange` would use, as far as this process knows."""
+    if members.size == 1:
+        return "none, there is one process"
+    backend = dist.get_backend(members.group)
+    if asked == "nccl":
+        return backend
+    group = members.group or dist.group.WORLD
+    found = _unsuitable(device) or _agreed.get(group, {}).get(device)
+    if found is None:
+        return f"peer or {backend}, which the processes agree on in the first call"
+    return "peer" if isinstance(found, PeerProtocol) else f"{backend}, as {found}"
+
+
+def _unsuitable(device: torch.device) -> str | None:
+    """Why a call cannot read the memory of other processes, whatever the group is."""
+    if device.type != "cuda":
+        return f"memory on {device.type} is not shared"
+    if is_capturing(device):
+        return "a CUDA graph would replay the signals between processes with their old numbers"
+    return None
+
+
+def agreed(members: Members, device: torch.device, timeout: float | None) -> PeerProtocol | str:
+    """What the group's processes share, or why they share nothing; the same on all of them."""
+    group = members.group or dist.group.WORLD
+    known = _agreed.setdefault(group, {})
+    if device not in known:
+        known[device] = _agree(members, group, device, timeout)
+    return known[device]
+
+
+def _agree(
+    members: Members, group: dist.ProcessGroup, device: torch.device, timeout: float | None
+) -> PeerProtocol | str:
+    exchanged = lambda text: handshake.exchanged(members, text, device, timeout)  # noqa: E731
+    from fa_ops.distributed import peer_memory
+
+    shown = exchanged(f"{_host()} {_uuid(device)}")
+    hosts, uuids = zip(*(text.rsplit(" ", 1) for text in shown), strict=True)
+    if len(set(hosts)) > 1:
+        return "the processes are on several hosts"
+    reason = _first(exchanged(peer_memory.error() or _no_access(device, uuids) or ""))
+    if reason is None:
+        protocol, failed = None, ""
+        try:
+            protocol = PeerProtocol(peer_memory.PeerMemory(group, device))
+        except Exception as error:  # whatever it is, the others are waiting to hear of it
+            failed = f"symmetric memory cannot be made: {error}"
+        reason = _first(exchanged(failed))  # counters are zero before anyone goes on
+        if reason is None:
+            return protocol
+    warnings.warn(
+        f"context parallel attention exchanges keys through NCCL, which is slower here: {reason}. "
+        "transport='nccl' chooses that without this warning.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return reason
+
+
+def _first(reasons: list[str]) -> str | None:
+    """The reason of the first process that has one."""
+    return next((f"{x} (process {rank})" for rank, x in enumerate(reasons) if x), None)
+
+
+def _host() -> str:
+    """What processes of one host have in common, and others do not."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else os.getppid()}"
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _no_access(device: torch.device, uuids: tuple[str, ...]) -> str | None:
+    """Why this process cannot read the memory of all others' GPUs, or None."""
+    if len(set(uuids)) < len(uuids):
+        return "several processes have the same GPU"
+    visible = {_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+    for uuid in uuids:
+        if uuid not in visible:
+            return "CUDA_VISIBLE_DEVICES hides GPUs of other processes"
+        other = visible[uuid]
+        if other != device.index and not torch.cuda.can_device_access_peer(device, other):
+            return f"GPU {device.index} has no access to the memory of GPU {other}"
+    return None

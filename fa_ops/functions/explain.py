@@ -1,0 +1,187 @@
+"""Why a call runs as it does: which backend, which kernel, by which route."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_ops.call.call import (
+    CACHED,
+    DENSE,
+    PACKED,
+    CacheTensors,
+    Call,
+    PackedQuantizedTensors,
+    PackedTensors,
+    QuantizedTensors,
+)
+from fa_ops.call.options import Cache, DenseTensors, Quantization, Scalars, Spec
+from fa_ops.call.python_types import checked_options, checked_packing, read_scale, sides
+from fa_ops.functions import attention, kv_cache, quantized, varlen
+from fa_ops.functions import varlen_quantized as packed_quantized
+from fa_ops.functions.varlen import PagedCall
+from fa_ops.ops import library
+from fa_ops.plans import dispatch, planning
+from fa_ops.plans.dispatch import CallExplanation
+
+
+def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> CallExplanation:
+    """Explain which backend and which kernel would run a call, and why other backends would not.
+
+    Nothing is computed or compiled.
+
+    Args:
+        query: as the call takes it, here and below.
+        key: ``key_cache`` of :func:`attention_with_kv_cache`.
+        value: ``value_cache`` likewise.
+        **options: the other arguments, by name. Those with ``cu_seqlens_q`` are of
+            :func:`attention_varlen`, those with an argument that only
+            :func:`attention_with_kv_cache` has (``page_table=None`` is enough) are of that, those
+            with ``qk_dtype``, ``smooth_key`` or ``rotate`` are of :func:`quantized_attention`, and
+            all others are of :func:`attention`. Where no kernel takes packed queries over pages,
+            the call of :func:`attention_with_kv_cache` is explained by which they are attended,
+            and where none takes packed e4m3 sequences, the one of :func:`attention` for rows of
+            equal length.
+
+    Returns:
+        ``backend`` and ``kernel``, None where no backend can run the call; ``route``: "direct"
+        where the call's plan is run at once, "record" where autograd records it, "autocast"
+        where one of these follows a cast to autocast's dtype (the rest of the explanation is of
+        the tensors given), "dispatch" where PyTorch's dispatcher takes part; ``reasons``: for each
+        backend why it refuses the call, or None. Printing the result shows all of it.
+
+    Raises:
+        ValueError, TypeError: what the call itself would raise.
+
+    Examples:
+        >>> print(fa_ops.explain(q, k, v, is_causal=True))
+        backend: cpu
+        kernel: forward
+        route: direct
+          hopper: needs a CUDA device
+          triton: ...
+          cpu: can run this
+          reference: can run this
+    """
+    one = None
+    if "cu_seqlens_q" in options and _has_scales(options):
+        return _packed_quantized(query, key, value, options)
+    if "cu_seqlens_q" in options and options.get("page_table") is not None:
+        given = _over_pages(query, key, value, options)
+        one = varlen.call_of(*given[:6], given.options)
+        tiled = varlen.tiled_call(query, key, *given[3:6], given.longest[0], given.options)
+        query, tables = tiled.query, {"kv_lens": tiled.kv_lens, "page_table": tiled.page_table}
+        options = tables | tiled.options
+    describe = _described_quantized if options.keys() & _OF_QUANTIZED else _described
+    call = describe(query, key, value, options)
+    planning.check(call)
+    return _explained(call, one)
+
+
+def _explained(call: Call, one: Call | None) -> CallExplanation:
+    """The explanation of a checked call; `one` is a single-kernel call that replaces it."""
+    call = planning.normalised(call)
+    reasons = {name: dispatch.refusal(name, call) for name in dispatch.BACKENDS}
+    route = library.route_of(call.query, call.key, call.value, *call.tensors).value
+    if one is not None:
+        reasons[varlen.BACKEND] = None
+        return CallExplanation(varlen.BACKEND, planning.plan_for(one).kernel, route, reasons)
+    try:
+        backend = dispatch.choose(call).__name__.rpartition(".")[2]
+    except NotImplementedError:
+        return CallExplanation(None, None, route, reasons)
+    return CallExplanation(backend, planning.plan_for(call).kernel, route, reasons)
+
+
+def _has_scales(options: dict) -> bool:
+    return any(options.get(name) is not None for name in Quantization._fields[:3])
+
+
+def _packed_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallExplanation:
+    """The explanation of packed e4m3 sequences: one kernel, or a batch of rows."""
+    given = _bound(attention.attention_varlen, query, key, value, options)
+    tensors = PackedQuantizedTensors(*(given[name] for name in PackedQuantizedTensors._fields))
+    defaults = {"alibi_slopes": None, "dropout_p": 0, "deterministic": False}
+    packed_quantized.refuse(tensors, {name: (given[name], x) for name, x in defaults.items()})
+    tensors = packed_quantized.with_lengths(query, tensors)
+    scalars = _scalars(given)._replace(dropout_p=0.0, deterministic=False)
+    longest = given["max_seqlen_q"], given["max_seqlen_k"]
+    call = packed_quantized.described(query, key, value, tensors, (*scalars, *longest))
+    planning.check(call)
+    one = planning.normalised(call)
+    is_taken = dispatch.refusal(packed_quantized.BACKEND, one) is None
+    return _explained(packed_quantized.shape_of_rows(call), one if is_taken else None)
+
+
+_OF_QUANTIZED = {"q_scale", "qk_dtype", "smooth_key", "rotate"}
+
+
+def _over_pages(query: Tensor, key: Tensor, value: Tensor, options: dict) -> PagedCall:
+    """The arguments of attention_varlen with page_table, checked."""
+    given = _bound(attention.attention_varlen, query, key, value, options)
+    for name in ("return_lse", *Quantization._fields[:3]):
+        del given[name]
+    call = varlen.arguments(**given)
+    varlen.check(*call[:-1])
+    varlen.check_options(*call[:-2], call.options)
+    return call
+
+
+def _described_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) -> Call:
+    """The call that attention of e4m3 tensors, or quantized_attention, would plan."""
+    scales = {name: options[name] for name in Quantization._fields[:3] if name in options}
+    flags = {name: options[name] for name in Quantization._fields[3:] if name in options}
+    function = quantized.quantized_attention if flags else attention.attention
+    given = _bound(function, query, key, value, options)
+    tensors = QuantizedTensors(given["sinks"], given["kv_lens"], given["key_ranges"], **scales)
+    rest = given.get("qk_dtype"), given.get("smooth_key", False), given.get("rotate", False)
+    scalars = _scalars(given)._replace(dropout_p=0.0, deterministic=False)
+    return quantized.described(query, key, value, tensors, (*scalars, *rest))
+
+
+def _scalars(given: dict[str, Any]) -> Scalars:
+    """The scalars among the arguments of a public function."""
+    left, right = sides(given["window"])
+    return Scalars(
+        given["is_causal"], given.get("dropout_p", 0.0), given["scale"], left, right,
+        given["softcap"], given.get("deterministic", False), given["backend"],
+    )  # fmt: skip
+
+
+def _bound(function: Callable, query: Tensor, key: Tensor, value: Tensor, options: dict) -> dict:
+    """The arguments of the public function by name, defaults included."""
+    try:
+        bound = inspect.signature(function).bind(query, key, value, **options)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}: {error}") from None
+    bound.apply_defaults()
+    return bound.arguments | {"scale": read_scale(bound.arguments["scale"])}
+
+
+def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Call:
+    """The call that the public function with these options would plan."""
+    function, kind, named = attention.attention, DENSE, DenseTensors
+    if "cu_seqlens_q" in options:
+        function, kind, named = attention.attention_varlen, PACKED, PackedTensors
+    elif options.keys() & set(Cache._fields):
+        function, kind, named = kv_cache.attention_with_kv_cache, CACHED, CacheTensors
+    given = _bound(function, query, key, value, options)
+    seed, scalars = None, _scalars(given)
+    if scalars.dropout_p != 0.0 and isinstance(query, Tensor):
+        seed = torch.zeros(1, dtype=torch.int64, device=query.device)  # draws no number
+    tensors = named(*(seed if name == "dropout_seed" else given[name] for name in named._fields))
+    checked = checked_options(query, key, value, tensors, scalars)
+    spec = Spec(given.get("attn_mask"), scalars.dropout_p, scalars.is_causal, **checked)
+    if kind == PACKED:
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        packing = checked_packing(*(given[name] for name in names))
+        return Call(PACKED, query, key, value, spec, packing)
+    if kind == CACHED:
+        names = "rotary_interleaved", "num_splits", "batch_invariant"
+        cache = kv_cache.checked_cache(tensors, *(given[name] for name in names))
+        return Call(CACHED, query, key, value, spec, cache=cache)
+    return Call(DENSE, query, key, value, spec)

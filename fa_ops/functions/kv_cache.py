@@ -1,0 +1,209 @@
+"""The public function of attention over a key-value cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fa_ops.call.call import CACHED, CacheTensors, Call
+from fa_ops.call.options import Cache, Spec
+from fa_ops.call.python_types import (
+    Window,
+    checked_options,
+    need_bool,
+    need_int,
+    need_tensor,
+    read_scale,
+    sides,
+)
+from fa_ops.ops import autocast, eager, kv_cache, library
+from fa_ops.ops.library import Route
+from fa_ops.plans import planning
+
+
+def attention_with_kv_cache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    kv_lens: Tensor,
+    page_table: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    key_ranges: Tensor | None = None,
+    unified_max: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention of one query token, a few, or a whole prompt over a key-value cache. No gradient.
+
+    ``key`` and ``value``, if given, are first appended to the cache in place, after the
+    ``kv_lens[b]`` keys that row ``b`` holds; its queries then see ``kv_lens[b] + Sn`` keys. That
+    sum is the length of row ``b`` below. The host reads no length, so one CUDA graph serves every
+    length.
+
+    Note:
+        Positions are aligned at the **bottom right** of each row: query ``i`` of ``Sq`` stands at
+        ``length + i - Sq``. Pass ``is_causal`` where several new tokens must not see each other's
+        future.
+
+    Shape legend: ``B`` batch, ``Hq`` and ``Hkv`` query and key heads (``Hkv`` divides ``Hq``),
+    ``Sq`` query tokens, ``Sn`` new keys, ``S`` the cache's capacity, ``D`` head dimension, ``Dv``
+    value head dimension, ``R`` rotated features.
+
+    Args:
+        query: ``(B, Hq, Sq, D)``, float16, bfloat16, float32, or float64 on CPU.
+        key_cache: ``(B, Hkv, S, D)``, any strides with a contiguous last dimension (a cache laid
+            out ``(B, S, Hkv, D)`` comes as ``cache.transpose(1, 2)``); with ``page_table``
+            ``(pages, page_size, Hkv, D)``. Query's dtype, or float8_e4m3fn.
+        value_cache: the same with ``Dv``. May be a view of ``key_cache``, as in MLA, where it is
+            the first ``Dv`` columns; the keys are then read once. If keys are appended, ``value``
+            must then be the same view of ``key``; caches that share memory otherwise are refused.
+        kv_lens: int32 ``(B,)``, keys that each row of the cache holds before the call.
+        page_table: int32 ``(B, max_pages)``; key ``j`` of row ``b`` is in page
+            ``page_table[b, j // page_size]``. Entries beyond the row's length may be anything. On
+            CUDA a page number out of range is never followed, and its keys count as absent;
+            ``FA_OPS_DEBUG=1`` makes it an error there too.
+        is_causal: query ``i`` attends keys ``j <= length + i - Sq``.
+        key: ``(B, Hkv, Sn, D)``, query's dtype, to be appended. Neither it nor query and value may
+            share memory with the caches then.
+        value: ``(B, Hkv, Sn, Dv)``.
+        scale: factor on the products; ``None``: ``1 / sqrt(D)``; a tensor as in
+            :func:`attention`.
+        window: ``(left, right)``, keys that stay visible on either side of a query's own position.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
+        alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``.
+        sinks: ``(Hq,)``, a logit per head that joins the softmax's denominator only.
+        k_scale: float32 ``(B, Hkv)``, by which cached fp8 keys are multiplied; new keys are divided
+            by it. Or a scale for each token, ``(B, Hkv, S)``; with ``page_table`` ``(pages,
+            page_size, Hkv)``, or ``(pages, 1, Hkv)`` for each page.
+        v_scale: the same for values, with the shape of ``k_scale``.
+        rotary_cos: ``(positions, R / 2)``; rotates query and the new keys at their positions. The
+            keys in the cache have been rotated before.
+        rotary_sin: ``(positions, R / 2)``.
+        rotary_interleaved: features pair up as (0, 1), (2, 3), ...; else as (0, R / 2), ....
+        num_splits: number of splits of each row's keys; 0: chosen from shapes.
+        batch_invariant: splits of a fixed length, so that no bit of a row's result depends on the
+            other rows.
+        key_ranges: int32 ``(B or 1, 1, 1, 2)``; the queries of row ``b`` attend keys in the
+            half-open ``[key_ranges[b, 0, 0, 0], key_ranges[b, 0, 0, 1])`` alone, which is clamped
+            to ``[0, length]``. Positions stay what they are. Where the cache begins with padding,
+            ``[padding, length)`` is the range, and the padding is neither read nor waited for.
+        unified_max: float32 ``(Hq,)``, an estimate of each head's largest score from calibration,
+            in units of scores (``query @ key * scale``, softcap and ALiBi applied). Softmax may
+            then subtract it instead of a running maximum. No result depends on it: rows for which
+            it is too far off are computed again without it. The triton backend uses it.
+        return_lse: also return the logarithm of the softmax's denominator.
+        backend: as in :func:`attention`.
+
+    Returns:
+        ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory; with
+        ``return_lse`` ``(out, lse)``, ``lse`` ``(B, Hq, Sq)`` natural, float32.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit each other; an argument that requires
+            grad; on CPU also lengths and pages that lie outside the cache.
+        TypeError: a dtype or Python type that is not accepted.
+        NotImplementedError: no backend, or not the one named, can run the call; the message gives
+            the reasons.
+
+    Source: Dao et al., Flash-Decoding, https://pytorch.org/blog/flash-decoding; Kwon et al.,
+    PagedAttention, https://arxiv.org/abs/2309.06180; Hong et al., FlashDecoding++
+    (``unified_max``), https://arxiv.org/abs/2311.01282.
+
+    Examples:
+        >>> k, v = (torch.zeros(1, 128, 2, 64).transpose(1, 2) for _ in range(2))
+        >>> q, new = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 1, 64)
+        >>> lens = torch.zeros(1, dtype=torch.int32)
+        >>> fa_ops.attention_with_kv_cache(q, k, v, lens, key=new, value=new).shape
+        torch.Size([1, 8, 1, 64])
+    """
+    if type(return_lse) is not bool:
+        need_bool("return_lse", return_lse)
+    if scale is not None and type(scale) is not float:
+        scale = read_scale(scale)
+    tensors = CacheTensors(
+        kv_lens, page_table, key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale,
+        rotary_cos, rotary_sin, unified_max,
+    )  # fmt: skip
+    left, right = (-1, -1) if window is None else sides(window)
+    scalars = (
+        is_causal, 0.0, scale, left, right, softcap, False,
+        backend, rotary_interleaved, num_splits,
+        batch_invariant,
+    )  # fmt: skip
+    return _attend(query, key_cache, value_cache, tensors, scalars, return_lse)
+
+
+def _attend(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, tensors: CacheTensors, scalars: tuple,
+    with_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """out, or (out, lse), of a call with these scalars, which are those of `planning.key_of`."""
+    route, plan, geometry = eager.find(CACHED, query, key_cache, value_cache, tensors, scalars)
+    if route is Route.AUTOCAST:
+        given = query, key_cache, value_cache, tensors, scalars, with_lse
+        return autocast.below(_attend, autocast.cast_cached, *given)
+    if plan is None:
+        need_tensor("key_cache", key_cache)
+        need_tensor("value_cache", value_cache)
+        need_tensor("kv_lens", tensors.kv_lens)
+        options = checked_options(query, key_cache, value_cache, tensors, scalars)
+        cache, is_causal = checked_cache(tensors, *scalars[-3:]), scalars[0]
+        if geometry is None or not library.is_strided(query, key_cache, value_cache, *tensors):
+            out, lse = _by_operator(query, key_cache, value_cache, cache, is_causal, options)
+            return (out, lse) if with_lse else out
+        spec = Spec(None, 0.0, is_causal, **options)
+        call = Call(CACHED, query, key_cache, value_cache, spec, cache=cache)
+        plan = planning.prepare(geometry, call, scalars)
+    out, lse = plan.run(query, key_cache, value_cache, tensors, with_lse)
+    if tensors.key is not None:
+        kv_cache.written(key_cache, value_cache)
+    return (out, lse) if with_lse else out
+
+
+def checked_cache(
+    tensors: CacheTensors,
+    rotary_interleaved: bool = False,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+) -> Cache:
+    """The cache of a call, types checked but for those of tensors."""
+    flags = {"rotary_interleaved": rotary_interleaved, "batch_invariant": batch_invariant}
+    for name, flag in flags.items():
+        need_bool(name, flag)
+    num_splits = need_int("num_splits", num_splits)
+    t = tensors
+    if (t.key is None) != (t.value is None):
+        raise ValueError("key and value must be given together")
+    return Cache(
+        t.page_table, t.key, t.value, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin,
+        rotary_interleaved, num_splits, batch_invariant, t.unified_max,
+    )  # fmt: skip
+
+
+def _by_operator(query, key_cache, value_cache, cache: Cache, is_causal, options: dict):
+    operator, new = kv_cache.READ, ()
+    if cache.key is not None:
+        operator, new = kv_cache.APPEND, (cache.key, cache.value)
+    kv_lens = options.pop("kv_lens")
+    args = query, key_cache, value_cache, *new, kv_lens, cache.page_table, is_causal
+    names = ("k_scale", "v_scale", "rotary_cos", "rotary_sin", "rotary_interleaved", "num_splits",
+             "batch_invariant", "unified_max")  # fmt: skip
+    for name in names:
+        value = getattr(cache, name)
+        if value is not Cache._field_defaults[name]:
+            options[name] = value
+    return operator(*args, **options)

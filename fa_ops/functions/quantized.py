@@ -1,0 +1,167 @@
+"""quantized_attention, and what attention does with e4m3 tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.call.call import QUANTIZED, Call, PackedQuantizedTensors, QuantizedTensors
+from fa_ops.call.options import Quantization, Spec, dtype_name
+from fa_ops.call.python_types import Window, checked_options, need_bool, read_scale, sides
+from fa_ops.ops import autocast, eager, library, quantized
+from fa_ops.ops.library import Route
+from fa_ops.plans import planning
+
+
+def quantized_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool = False,
+    *,
+    scale: float | Tensor | None = None,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    qk_dtype: torch.dtype = torch.int8,
+    smooth_key: bool = True,
+    rotate: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention whose two products are computed with 8-bit numbers, for inference.
+
+    Query, key and value are quantised by the call itself: query with a scale for each token, key
+    less its mean over tokens with a scale for each 64 tokens, value in e4m3 with a scale for each
+    channel; softmax weights are rounded to e4m3. The page "Semantics" says exactly what is
+    computed. The error is about 4 % of the result's root mean square for Gaussian inputs.
+
+    Shape legend: ``B`` batch, ``Hq`` and ``Hkv`` query and key heads (``Hkv`` divides ``Hq``),
+    ``Sq`` and ``Sk`` lengths, ``D`` head dimension, ``Dv`` value head dimension.
+
+    Args:
+        query: ``(B, Hq, Sq, D)``, float16, bfloat16 or float32.
+        key: ``(B, Hkv, Sk, D)``, query's dtype.
+        value: ``(B, Hkv, Sk, Dv)``, query's dtype.
+        is_causal: as in :func:`attention`, aligned at the bottom right.
+        scale: factor on the products; ``None``: ``1 / sqrt(D)``; a tensor as in
+            :func:`attention`.
+        window: ``(left, right)`` as in :func:`attention`.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off. With a softcap the mean
+            of the keys is not subtracted, as tanh would change.
+        sinks: ``(Hq,)``, as in :func:`attention`.
+        kv_lens: int32 ``(B,)``, as in :func:`attention`.
+        key_ranges: int32 ``(B or 1, Hq or 1, Sq or 1, 2)``, as in :func:`attention`.
+        qk_dtype: the dtype of the quantised query and key, ``torch.int8`` or
+            ``torch.float8_e4m3fn``. int8 is more accurate.
+        smooth_key: subtract the mean of the keys before they are quantised; this changes no softmax
+            weight, and lse is corrected for it.
+        rotate: rotate query and key by one Hadamard matrix, which spreads outliers of one channel
+            over all and changes no product.
+        return_lse: also return the logarithm of the softmax's denominator.
+        backend: as in :func:`attention`.
+
+    Returns:
+        ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory; with
+        ``return_lse`` ``(out, lse)``, ``lse`` ``(B, Hq, Sq)`` natural, float32.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit each other; an argument that requires
+            grad, as there is no gradient.
+        TypeError: a dtype or Python type that is not accepted.
+        NotImplementedError: no backend, or not the one named, can run the call.
+
+    Source: Zhang et al., SageAttention2, https://arxiv.org/abs/2411.10958 (int8 products, keys
+    without their mean); Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608 (rotation).
+
+    Examples:
+        >>> q, k, v = (torch.randn(1, heads, 512, 64) for heads in (8, 2, 2))
+        >>> fa_ops.quantized_attention(q, k, v, is_causal=True).shape
+        torch.Size([1, 8, 512, 64])
+    """
+    if qk_dtype is None:
+        raise TypeError("qk_dtype must be a torch.dtype, got None")
+    if scale is not None and type(scale) is not float:
+        scale = read_scale(scale)
+    tensors = QuantizedTensors(sinks, kv_lens, key_ranges)
+    scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, qk_dtype, smooth_key,
+               rotate)  # fmt: skip
+    return _run(query, key, value, tensors, scalars, return_lse)
+
+
+def scaled_attention(
+    query, key, value, is_causal, scale, window, softcap, tensors: QuantizedTensors, return_lse,
+    backend, **refused,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` of e4m3 tensors with their scales; of `refused` all must have their defaults."""
+    refuse_given(refused)
+    refuse_missing(tensors)
+    if isinstance(query, Tensor) and query.dtype.itemsize > 1:
+        raise TypeError(
+            f"q_scale is for tensors in float8_e4m3fn, but query is {dtype_name(query.dtype)}"
+        )
+    scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, None, False, False)
+    return _run(query, key, value, tensors, scalars, return_lse)
+
+
+def refuse_given(arguments: dict[str, tuple]) -> None:
+    """Raise ValueError unless all of these, (given, default) by name, have their defaults."""
+    for name, (value_given, default) in arguments.items():
+        is_number = isinstance(value_given, int | float)
+        if value_given is not default and not (is_number and value_given == default):
+            raise ValueError(f"{name} must not be given with q_scale, k_scale and v_scale")
+
+
+def refuse_missing(tensors: QuantizedTensors | PackedQuantizedTensors) -> None:
+    """Raise ValueError unless all three scales are given."""
+    missing = [name for name in tensors._fields[-3:] if getattr(tensors, name) is None]
+    if missing:
+        raise ValueError(f"q_scale, k_scale and v_scale go together: {missing[0]} is missing")
+
+
+def described(query, key, value, tensors: QuantizedTensors, scalars: tuple) -> Call:
+    """The call with these arguments, the types of Python values checked.
+
+    `scalars` are those of `Scalars`, and qk_dtype, smooth_key and rotate.
+    """
+    options = checked_options(query, key, value, tensors, scalars)
+    is_causal, (qk_dtype, smooth_key, rotate) = scalars[0], scalars[-3:]
+    if qk_dtype is not None and not isinstance(qk_dtype, torch.dtype):
+        raise TypeError(f"qk_dtype must be a torch.dtype, got {qk_dtype!r}")
+    for name, flag in (("smooth_key", smooth_key), ("rotate", rotate)):
+        need_bool(name, flag)
+    quantization = Quantization(*tensors[3:], qk_dtype, smooth_key, rotate)
+    spec = Spec(None, 0.0, is_causal, **options)
+    return Call(QUANTIZED, query, key, value, spec, quantization=quantization)
+
+
+def _run(query, key, value, tensors: QuantizedTensors, scalars: tuple, with_lse: bool):
+    need_bool("return_lse", with_lse)
+    route, plan, geometry = eager.find(QUANTIZED, query, key, value, tensors, scalars)
+    if route is Route.AUTOCAST:
+        given = query, key, value, tensors, scalars, with_lse
+        return autocast.below(_run, autocast.cast_quantized, *given)
+    if route is Route.RECORD:
+        quantized.refuse_gradients(query, key, value, *tensors)
+    if plan is not None:
+        out, lse = plan.run(query, key, value, tensors, with_lse)
+        return (out, lse) if with_lse else out
+    call = described(query, key, value, tensors, scalars)
+    if geometry is not None and library.is_strided(query, key, value, *tensors):
+        plan = planning.prepare(geometry, call, scalars)
+        out, lse = plan.run(query, key, value, tensors, with_lse)
+    else:
+        out, lse = _by_operator(call)
+    return (out, lse) if with_lse else out
+
+
+def _by_operator(call: Call) -> tuple[Tensor, Tensor]:
+    spec, quantization = call.spec, call.quantization
+    names = "scale", "window_left", "window_right", "softcap", "sinks", "kv_lens", "key_ranges"
+    options = {name: getattr(spec, name) for name in (*names, "backend")}
+    options |= {name: getattr(quantization, name) for name in quantization._fields[3:]}
+    return quantized.QUANTIZED_ATTENTION(
+        call.query, call.key, call.value, *quantization[:3], spec.is_causal, **options
+    )

@@ -1,0 +1,150 @@
+"""Runs `attention` and `attention_varlen` once their arguments are collected.
+
+A plan runs eager calls that need not go through PyTorch's dispatcher; the operator runs all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.call.call import DENSE, PACKED, Call, PackedTensors, Tensors
+from fa_ops.call.options import NO_TENSORS, DenseTensors, Spec
+from fa_ops.call.python_types import checked_options, checked_packing
+from fa_ops.ops import autocast, autograd, dense, library, varlen
+from fa_ops.ops.library import Route
+from fa_ops.plans import dispatch, planning
+from fa_ops.plans.planning import Latest, Prepared
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, tensors: DenseTensors | PackedTensors,
+    scalars: tuple, kind: str, with_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """out, or (out, lse), of a dense or a packed call; `scalars` are those of `planning.key_of`."""
+    route, plan, geometry = find(kind, query, key, value, tensors, scalars, True)
+    if route is Route.AUTOCAST:
+        cast = autocast.cast_attention
+        return autocast.below(attend, cast, query, key, value, tensors, scalars, kind, with_lse)
+    if route is Route.RECORD and tensors.alibi_slopes is not None:
+        autograd.refuse_gradient_of(tensors.alibi_slopes)
+    if plan is None:
+        options = checked_options(query, key, value, tensors, scalars)
+        args = _positional(tensors, scalars, kind)
+        if geometry is None or not library.is_strided(query, key, value, *tensors):
+            return _by_operator(query, key, value, args, options, kind, with_lse)
+        call = _described(query, key, value, args, options, kind)
+        plan = planning.prepare(geometry, call, scalars)
+    if route is Route.RECORD:
+        operators = dense.OPERATORS if kind == DENSE else varlen.OPERATORS
+        recording = autograd.Recording(operators, plan, with_lse, type(tensors))
+        others = () if tensors is NO_TENSORS else tensors
+        return autograd.Attention.apply(recording, query, key, value, *others)
+    out, lse = plan.run(query, key, value, tensors, with_lse)
+    return (out, lse) if with_lse else out
+
+
+def _positional(tensors: DenseTensors | PackedTensors, scalars: tuple, kind: str) -> tuple:
+    """The operators' positional arguments after value."""
+    is_causal, dropout_p, *_ = scalars
+    if kind == DENSE:
+        return tensors.attn_mask, dropout_p, is_causal
+    ends = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    return *checked_packing(*ends, *scalars[-2:]), dropout_p, is_causal
+
+
+def _by_operator(
+    query: Tensor, key: Tensor, value: Tensor, args: tuple, options: dict[str, Any], kind: str,
+    with_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    if kind == DENSE:
+        operator = dense.WITH_LSE if with_lse else dense.ATTENTION
+        return operator(query, key, value, *args, **options)
+    out, lse = varlen.VARLEN(query, key, value, *args, **options)
+    return (out, lse) if with_lse else out
+
+
+def _described(
+    query: Tensor, key: Tensor, value: Tensor, args: tuple, options: dict[str, Any], kind: str
+) -> Call:
+    if kind == DENSE:
+        return Call(DENSE, query, key, value, Spec(*args, **options))
+    packing, spec = varlen.bind(*args, **options)
+    return Call(PACKED, query, key, value, spec, packing)
+
+
+# read on every call
+_is_grad_enabled = torch.is_grad_enabled
+_open_blocks = dispatch.open_blocks
+
+
+class Found(NamedTuple):
+    """How a call is run."""
+
+    route: Route
+    plan: Prepared | None = None
+    geometry: tuple | None = None  # for `planning.prepare`, where there is no plan yet
+
+
+_WITHOUT_PLAN = {route: Found(route) for route in Route}
+
+
+def find(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, scalars: tuple,
+    has_gradient: bool = False,
+) -> Found:  # fmt: skip
+    """How a call with these arguments, whatever their types, is run.
+
+    Plans are for the route DIRECT, and RECORD where calls of this kind have a gradient. The last
+    call with the same options is tried first: to compare tensors with those of another call, in
+    C++, takes a third of the time that it takes to describe and look up their geometry.
+    """
+    if library.is_dispatched():
+        return _WITHOUT_PLAN[Route.DISPATCH]
+    given = (q, k, v) if tensors is NO_TENSORS else (q, k, v, *tensors)
+    backend = dispatch.chosen() if _open_blocks() else dispatch.default
+    options = (
+        kind, len(given), _is_grad_enabled(), backend, scalars, tuple(map(type, scalars)),
+    )  # fmt: skip
+    try:
+        latest = planning.latest_calls.get(options)
+        if latest is not None:
+            for t in given:
+                if t is not None and t.is_nested:  # of strided layout: comparing strides aborts
+                    latest = None
+    except (TypeError, AttributeError):  # an option without a hash, or no tensor: checks refuse it
+        latest = None
+    if latest is not None and latest.matches(*given):
+        return latest.found
+    route = library.route_by_tensors(*given)
+    if not (route is Route.DIRECT or (route is Route.RECORD and has_gradient)):
+        return _WITHOUT_PLAN[route]
+    geometry = planning.key_of(kind, q, k, v, tensors, scalars)
+    plan = planning.prepared(geometry)
+    if plan is None:
+        return Found(route, None, geometry)
+    found = Found(route, plan)
+    if plan.latest is None or plan.latest is latest or plan.latest.found != found:
+        plan.latest = Latest(found, _test_of(*given))
+    planning.keep_latest(options, plan.latest)
+    return found
+
+
+def _test_of(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> Callable[..., bool]:
+    """A test whether a call with other tensors has the geometry of one with these."""
+    are_like, precision = library.like(q, k, v, *tensors), planning.precision_of(q.dtype)
+    shared = None if k.shape == v.shape else k.data_ptr() == v.data_ptr()
+    if precision is None and shared is None:
+        return are_like
+
+    def matches(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> bool:
+        return (
+            are_like(q, k, v, *tensors)
+            and (shared is None or (k.data_ptr() == v.data_ptr()) is shared)
+            and precision == planning.precision_of(q.dtype)
+        )
+
+    return matches

@@ -1,0 +1,1 @@
+"""Finding or making what runs a call."""

@@ -1,0 +1,172 @@
+"""Outputs before they are computed, and calls with nothing to compute, or without features."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.call.call import (
+    MASK_BLOCKS,
+    MERGE,
+    MERGE_INTO,
+    PACKED,
+    CacheTensors,
+    Call,
+    Plan,
+    QuantizedTensors,
+    Run,
+    Tensors,
+    general,
+)
+from fa_ops.call.checks import FP8, lse_dtype
+from fa_ops.call.options import Cache, Gradients, Packing, Quantization, Spec, mask_blocks_shape
+
+
+def dense_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised out, laid out (B, Sq, Hq, Dv) in memory, and lse; of e4m3 out is bfloat16."""
+    B, Hq, Sq, _ = q.shape
+    shape, dtype = (B, Hq, Sq, v.shape[3]), torch.bfloat16 if q.dtype == FP8 else q.dtype
+    out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype, device=q.device)
+    return out, q.new_empty((B, Hq, Sq), dtype=lse_dtype(q.dtype))
+
+
+def packed_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised out (Tq, Hq, Dv) and lse (Hq, Tq)."""
+    Tq, Hq, _ = q.shape
+    lse = q.new_empty((Hq, Tq), dtype=lse_dtype(q.dtype))
+    return q.new_empty((Tq, Hq, v.shape[2])), lse
+
+
+def plan(call: Call) -> Plan:
+    """The plan of an empty call: zeros, and of lse what a row without keys has."""
+    if call.kind == MERGE:
+        return Plan("empty", lambda call: _merged)
+    if call.kind == MERGE_INTO:
+        return Plan("empty", lambda call: _merged_into)
+    if call.kind == MASK_BLOCKS:
+        return Plan("empty", lambda call: _no_blocks)
+    if call.kind == PACKED:
+        return general("empty", _packed if call.saved is None else _packed_gradients)
+    return general("empty", _dense if call.saved is None else _dense_gradients)
+
+
+def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    return outs.new_empty(outs.shape[1:]), torch.logsumexp(lses, 0)
+
+
+def _merged_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def _no_blocks(mask: Tensor) -> Tensor:
+    return torch.zeros(mask_blocks_shape(mask), dtype=torch.int32, device=mask.device)
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, *options: Cache | Quantization | Spec
+) -> tuple[Tensor, Tensor]:
+    sinks = options[-1].sinks
+    out, lse = dense_outputs(q, v)
+    lse.copy_(float("-inf") if sinks is None else sinks.view(-1, 1))
+    return out.zero_(), lse
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
+    out, lse = packed_outputs(q, v)
+    lse.fill_(float("-inf"))
+    if spec.sinks is not None:
+        torch.where(_in_a_sequence(q, packing), spec.sinks.view(-1, 1).to(lse), lse, out=lse)
+    return out.zero_(), lse
+
+
+def _in_a_sequence(q: Tensor, packing: Packing) -> Tensor:
+    """Bool (Tq,): which query tokens belong to any sequence."""
+    cu_seqlens = packing.cu_seqlens_q
+    token = torch.arange(q.shape[0], device=q.device)
+    return (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
+
+
+def _dense_gradients(
+    grad_out, grad_lse, q, k, v, out, lse, spec: Spec, mask_grad: bool = False
+) -> Gradients:
+    """Without keys lse is the sink itself, so its gradient is all there is."""
+    dmask = torch.zeros_like(spec.attn_mask) if mask_grad else None
+    dsinks = None
+    if spec.sinks is not None:
+        zero = torch.zeros_like(spec.sinks)
+        dsinks = zero if grad_lse is None else grad_lse.sum((0, 2)).to(spec.sinks.dtype)
+    return Gradients(*(torch.zeros_like(t) for t in (q, k, v)), dmask, dsinks)
+
+
+def _packed_gradients(
+    grad_out, grad_lse, q, k, v, out, lse, packing: Packing, spec: Spec
+) -> Gradients:
+    """Without keys the lse of a token in a sequence is the sink itself."""
+    dsinks = None
+    if spec.sinks is not None:
+        dsinks = torch.zeros_like(spec.sinks)
+        if grad_lse is not None:
+            dsinks += (grad_lse * _in_a_sequence(q, packing)).sum(1).to(dsinks)
+    return Gradients(*(torch.zeros_like(t) for t in (q, k, v)), None, dsinks)
+
+
+_FEATURES = 16  # in place of none at all, neither of keys nor of values
+
+
+def needs_features(call: Call) -> bool:
+    """Whether the head dimension of query and key, or of value, is 0."""
+    return 0 in (call.query.shape[-1], call.value.shape[-1])
+
+
+def with_features(call: Call) -> Call:
+    """The call with zeros for the features that it lacks, so that every kernel can run it.
+
+    They change no product. The head dimensions become equal, which backends support best.
+    """
+    q, k, v, tensors = _padded(call.query, call.key, call.value, call.tensors)
+    call, saved = call.with_tensors(tensors)._replace(query=q, key=k, value=v), call.saved
+    if saved is not None and not saved.out.shape[-1]:
+        zeros = _wide(saved.out, v.shape[-1])
+        call = call._replace(saved=saved._replace(grad_out=zeros, out=zeros))
+    return call
+
+
+def adding_features(run: Run, call: Call) -> Run:
+    """What runs a call, given what runs the call `with_features`."""
+    outputs = packed_outputs if call.query.dim() == 3 else dense_outputs
+
+    def forward(q, k, v, tensors, with_lse=True):
+        *padded, tensors = _padded(q, k, v, tensors)
+        out, lse = run(*padded, tensors, with_lse)
+        return out if v.shape[-1] else outputs(q, v)[0], lse
+
+    def backward(grad_out, grad_lse, q, k, v, out, lse, tensors):
+        *padded, tensors = _padded(q, k, v, tensors)
+        if not v.shape[-1]:
+            grad_out = out = _wide(out, padded[2].shape[-1])
+        of_q, of_k, of_v, *others = run(grad_out, grad_lse, *padded, out, lse, tensors)
+        if not q.shape[-1]:
+            of_q, of_k = torch.empty_like(q), torch.empty_like(k)
+        return Gradients(of_q, of_k, of_v if v.shape[-1] else torch.empty_like(v), *others)
+
+    return forward if call.saved is None else backward
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, tensors: Tensors
+) -> tuple[Tensor, Tensor, Tensor, Tensors]:
+    D, Dv = q.shape[-1], v.shape[-1]
+    width = D or Dv or _FEATURES
+    if isinstance(tensors, CacheTensors) and tensors.key is not None:
+        new = _wide(tensors.key, width), _wide(tensors.value, width)
+        tensors = tensors._replace(key=new[0], value=new[1])
+    elif isinstance(tensors, QuantizedTensors) and not Dv:
+        scale = tensors.v_scale
+        if scale is not None and scale.dim() == 3:  # one for each channel
+            tensors = tensors._replace(v_scale=scale.new_ones(*scale.shape[:2], width))
+    return _wide(q, width), _wide(k, width), _wide(v, width), tensors
+
+
+def _wide(t: Tensor, width: int) -> Tensor:
+    """The tensor, or zeros with that many features in place of none."""
+    return t if t.shape[-1] else t.new_zeros((*t.shape[:-1], width))

@@ -1,0 +1,422 @@
+"""Finds or makes the plan of a call.
+
+The checks and the choice of a backend are most of the host time of a small call, and their outcome
+is the same for every call with the same geometry: shapes, strides, dtypes, devices, options, and
+the set of optional tensors. `key_of` describes that geometry, and `prepared` finds what runs it. On
+a miss, `prepare` checks the call, chooses a backend, and lets the backend's plan make what runs
+this geometry. The public functions, the kernels of the operators and autograd all run what is found
+here.
+
+A cache that grows by a token has a new geometry in every step. All of them form one family, which
+is checked and planned once: a backend may compare the number of keys with powers of two only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.call import cache_checks, cache_memory, checks, quantized_checks
+from fa_ops.call.call import (
+    APPEND,
+    CACHED,
+    DENSE,
+    PACKED,
+    PAGED,
+    QUANTIZED,
+    QUANTIZED_PACKED,
+    Call,
+    Plan,
+    Run,
+    Saved,
+    Tensors,
+    append_then_attend,
+)
+from fa_ops.call.options import NO_TENSORS, TOKEN_SCALES, bounded, rows_are_aligned, scales_of
+from fa_ops.plans import dispatch, outputs
+from fa_ops.tracing import is_capturing
+
+# Reports page numbers and lengths out of range on the GPU too, at the price of a synchronisation.
+DEBUG = os.environ.get("FA_OPS_DEBUG", "0") not in ("", "0")
+
+_LIMIT = 1024
+
+
+class Prepared:
+    """The prepared plan of all calls of one geometry."""
+
+    def __init__(self, run: Run, call: Call, scalars: tuple) -> None:
+        self.run = run
+        self.call = call  # without tensors
+        self.scalars = scalars  # as `key_of` was given them
+        self.latest: Latest | None = None  # by which calls that repeat are recognised
+        self.last_backward: Repeatable | None = None  # of a forward pass
+
+
+class Latest(NamedTuple):
+    """The last call with its options."""
+
+    found: tuple  # how it is run: an `ops.lookup.Found`
+    matches: Callable[..., bool]  # of tensors: whether they differ from its own in addresses alone
+
+
+class Repeatable(NamedTuple):
+    """The last backward pass, and a test whether other tensors differ in addresses alone."""
+
+    matches: Callable[..., bool]  # of tensors: whether they are like those of this one
+    settings: tuple
+    run: Run
+
+
+_prepared: dict[tuple, Prepared] = {}
+latest_calls: dict[tuple, Latest] = {}  # by options
+_plans: dict[tuple, Plan] = {}
+
+
+def key_of(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, scalars: tuple
+) -> tuple | None:
+    """The geometry of a call; None where an argument is no tensor or has no strides.
+
+    `scalars` begin with those of `Scalars`. Their types are part of the geometry: the checks refuse
+    1 for a bool, but it equals True.
+    """
+    try:
+        dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
+        backend = dispatch.chosen() if dispatch.open_blocks() else dispatch.default
+        key = (
+            kind, q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
+            dtype, k.dtype, v.dtype, q.device, k.device, v.device, backend,
+            scalars, tuple(map(type, scalars)),
+        )  # fmt: skip
+        if k_shape != v_shape:  # values may be part of the keys
+            key += (k.data_ptr() == v.data_ptr(),)
+        if dtype is torch.float32:
+            key += (torch.backends.cuda.matmul.fp32_precision,)
+        if tensors is not NO_TENSORS:
+            key += tuple(
+                [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+            )
+        return key
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def prepared(key: tuple | None) -> Prepared | None:
+    """The prepared plan of this geometry, or None."""
+    try:
+        return _prepared.get(key)
+    except TypeError:  # an option that cannot be hashed, which the checks refuse
+        return None
+
+
+def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
+    """Check, plan and prepare the first call of a geometry.
+
+    Raises:
+        ValueError, TypeError: the call is not legal.
+        NotImplementedError: no backend, or not the one asked for, can run it.
+    """
+    if key is None:
+        check(call)
+    family = _family_of(key, call)
+    plan = _plans.get(family)
+    if plan is None:
+        check(call)
+        check_values = _check_of_values(call)
+        if check_values is not None and not is_capturing(call.query.device):
+            check_values(call.query, call.key, call.value, call.tensors)
+    step = _normalising_step(call.tensors)
+    normal = _normalised(call, step)
+    if plan is None:
+        plan = _keep(_plans, family, plan_for(normal))
+    run = _with_steps_before(plan.prepare(normal), call, step)
+    return _keep(_prepared, key, Prepared(run, call.without_tensors(), scalars))
+
+
+def keep_latest(options: tuple, latest: Latest) -> None:
+    """Note the last call with these options."""
+    _keep(latest_calls, options, latest)
+
+
+def _keep(known: dict, key: tuple, value):
+    if len(known) >= _LIMIT:
+        known.clear()
+    known[key] = value
+    return value
+
+
+def forget() -> None:
+    """Drop all plans."""
+    _prepared.clear()
+    latest_calls.clear()
+    _plans.clear()
+
+
+def run(call: Call, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Run a forward call by its plan: out and lse, which may be None if not `with_lse`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `prepare` does.
+    """
+    plan = plan_of(call)
+    return plan.run(call.query, call.key, call.value, call.tensors, with_lse)
+
+
+def plan_of(call: Call) -> Prepared:
+    """Find or make what runs a forward call. Raises as `prepare` does."""
+    scalars = scalars_of(call)
+    key = key_of(call.kind, call.query, call.key, call.value, call.tensors, scalars)
+    return prepared(key) or prepare(key, call, scalars)
+
+
+def with_backend(call: Call) -> Call:
+    """The call with the backend that is chosen now, on which its backward pass will then run."""
+    backend = call.spec.backend or dispatch.chosen()
+    return call._replace(spec=call.spec._replace(backend=backend)) if backend else call
+
+
+def settings(dtype: torch.dtype, mask_grad: bool) -> tuple:
+    """What a backward pass depends on besides its tensors and the options of its forward pass."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    backend = dispatch.chosen() if dispatch.open_blocks() else dispatch.default
+    return backend, deterministic, precision_of(dtype), mask_grad
+
+
+def precision_of(dtype: torch.dtype) -> str | None:
+    """The precision of products of float32; None for other dtypes."""
+    return torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
+
+
+def prepared_backward(
+    call: Call, scalars: tuple, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, saved: Saved
+) -> Prepared:
+    """Find or make what runs the backward pass of a call.
+
+    Only the options of `call` are read; `scalars` are those of its forward pass, for `key_of`.
+    """
+    scalars = backward_scalars(scalars, saved)
+    key = key_of(call.kind, q, k, v, tensors, scalars)
+    found = prepared(key)
+    if found is None:
+        call = call.with_tensors(tensors)._replace(query=q, key=k, value=v, saved=saved)
+        if torch.are_deterministic_algorithms_enabled():
+            call = call._replace(spec=call.spec._replace(deterministic=True))
+        found = prepare(key, call, scalars)
+    return found
+
+
+def backward_scalars(scalars: tuple, saved: Saved) -> tuple:
+    """The scalars of a backward pass, and the geometry of its additional tensors, for `key_of`."""
+    grad_out, grad_lse, out, lse, mask_grad = saved
+    geometry = (
+        "backward", scalars, torch.are_deterministic_algorithms_enabled(), mask_grad,
+        grad_out.shape, grad_out.stride(), grad_out.dtype, grad_out.device,
+        out.shape, out.stride(), out.dtype, out.device,
+        lse.shape, lse.stride(), lse.dtype, lse.device,
+    )  # fmt: skip
+    if grad_lse is None:
+        return geometry
+    return *geometry, grad_lse.shape, grad_lse.stride(), grad_lse.dtype, grad_lse.device
+
+
+def scalars_of(call: Call) -> tuple:
+    """The scalars of a forward call, for `key_of`."""
+    spec, packing, cache = call.spec, call.packing, call.cache
+    common = (
+        spec.is_causal, spec.dropout_p, spec.scale, spec.window_left, spec.window_right,
+        spec.softcap, spec.deterministic, spec.backend,
+    )  # fmt: skip
+    if packing is not None:
+        return *common, packing.max_seqlen_q, packing.max_seqlen_k
+    if cache is not None:
+        return *common, cache.rotary_interleaved, cache.num_splits, cache.batch_invariant
+    if call.quantization is not None:
+        return *common, *call.quantization[3:]
+    return common
+
+
+def plan_for(call: Call) -> Plan:
+    """The plan of a legal, normalised call, by the backend that `dispatch` chooses."""
+    if call.is_empty:
+        return outputs.plan(call)
+    backend = dispatch.choose(call)
+    if call.kind == CACHED and call.writes_cache:
+        append, rest = call._replace(kind=APPEND), call.read_only()
+        reader = backend if backend.supports(append) else dispatch.choose(rest)
+        if reader is not backend:
+            name = reader.__name__.rpartition(".")[2]
+            return append_then_attend(backend.plan(append), plan_for(rest), name)
+    return backend.plan(call)
+
+
+def _family_of(key: tuple, call: Call) -> tuple:
+    """The key of all calls that the checks and backends treat alike.
+
+    It has the position of the number of keys among the powers of two, and the alignment of rows, in
+    place of the number and the strides of keys. Of paged caches it has the pages, without how many
+    of them a row may use.
+    """
+    q, k, v = call.query, call.key, call.value
+    if (
+        call.kind not in (DENSE, CACHED)
+        or call.saved is not None
+        or not q.dim() == k.dim() == v.dim() == 4
+    ):
+        return key
+    table, mask = call.cache and call.cache.page_table, call.spec.attn_mask
+    if table is not None and table.dim() != 2:
+        return key
+    keys = k.shape[2] if table is None else call.num_keys
+    size = keys.bit_length(), (keys - 1).bit_length(), rows_are_aligned(q, k, v)
+    if table is not None:
+        described = table.shape[0], table.dtype, table.device
+        return *_with_tensor(key, call, "page_table", described), *size
+    if call.spec.mask_blocks is not None:  # whose shape is checked against the number of keys
+        return key
+    # every stride of a cache that is written to is checked, and the shape of scales of tokens
+    if call.kind == CACHED and (call.writes_cache or _has_token_scales(call)):
+        return key
+    if mask is not None:
+        shape = [n if at or n != keys else "keys" for at, n in enumerate(reversed(mask.shape))]
+        key = _with_tensor(key, call, "attn_mask", (*shape, mask.dtype, mask.device))
+    kind, q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *rest = key
+    return (
+        kind, q_shape, q_strides, k_shape[:2], k_shape[3], v_shape[:2], v_shape[3],
+        keys == v_shape[2], *size, k_strides[3], v_strides[3], k_strides == v_strides, *rest,
+    )  # fmt: skip
+
+
+def _with_tensor(key: tuple, call: Call, name: str, described: tuple) -> tuple:
+    """A key of `key_of` with another description of an optional tensor."""
+    names = type(call.tensors)._fields
+    at = len(key) - len(names) + names.index(name)
+    return *key[:at], described, *key[at + 1 :]
+
+
+def _has_token_scales(call: Call) -> bool:
+    table, k_scale, v_scale = call.cache.page_table, call.cache.k_scale, call.cache.v_scale
+    return scales_of(k_scale, v_scale, table is not None) == TOKEN_SCALES
+
+
+def check(call: Call, real: bool = True) -> None:
+    """Raise ValueError or TypeError unless the call is legal.
+
+    `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
+    """
+    q, k, v, saved = call.query, call.key, call.value, call.saved
+    if call.kind == DENSE:
+        checks.dense(q, k, v, call.spec, real)
+    elif call.kind == PACKED:
+        checks.packed(q, k, v, call.packing, call.spec, real)
+    elif call.kind == PAGED:
+        cache_checks.paged(q, k, v, call.packing, call.cache, call.spec)
+    elif call.kind == QUANTIZED_PACKED:
+        table = call.cache and call.cache.page_table
+        quantized_checks.packed(q, k, v, call.packing, table, call.quantization, call.spec)
+    elif call.kind == QUANTIZED:
+        quantized_checks.quantized(q, k, v, call.quantization, call.spec, real)
+    else:
+        cache_checks.cached(q, k, v, call.cache, call.spec, real)
+    if saved is not None:
+        checks.saved(q, v, saved)
+        if saved.mask_grad:
+            checks.mask_grad(call.spec)
+
+
+def normalised(call: Call) -> Call:
+    """The call as backends see it.
+
+    Small tensors are contiguous, as kernels index them flat. A window that excludes no key is -1.
+    New keys without tokens are None. Head dimensions of 0 are padded.
+    """
+    return _normalised(call, _normalising_step(call.tensors))
+
+
+def _normalised(call: Call, step: Callable[[Tensors], Tensors] | None) -> Call:
+    if step is not None:
+        call = call.with_tensors(step(call.tensors))
+    spec = call.spec
+    if spec.window_left >= 0 or spec.window_right >= 0:
+        left, right = bounded(spec.window_left), bounded(spec.window_right)
+        spec = spec._replace(window_left=left, window_right=right)
+    call = call._replace(spec=spec, backend=spec.backend or dispatch.chosen() or "auto")
+    return outputs.with_features(call) if outputs.needs_features(call) else call
+
+
+def _normalising_step(tensors: Tensors) -> Callable[[Tensors], Tensors] | None:
+    """A function that normalises the optional tensors of a call; None if nothing needs it."""
+    if tensors is NO_TENSORS:
+        return None
+    steps = {}
+    for name, t in zip(tensors._fields, tensors):
+        if t is None or name == "attn_mask":
+            continue
+        if name not in ("key", "value"):
+            if not t.is_contiguous():
+                steps[name] = Tensor.contiguous
+        elif 0 in t.shape[:3]:  # a head dimension of 0 is padded
+            steps[name] = _absent
+    if not steps:
+        return None
+    return lambda t: t._replace(**{name: step(getattr(t, name)) for name, step in steps.items()})
+
+
+def _absent(t: Tensor) -> None:
+    """In place of new keys and values without tokens."""
+
+
+def _with_steps_before(run: Run, call: Call, step: Callable[[Tensors], Tensors] | None) -> Run:
+    """`run` preceded by the steps that every call of this geometry needs."""
+    if outputs.needs_features(call):
+        run = outputs.adding_features(run, call)
+    if step is not None:
+        run = _after(step, run, call)
+    if call.kind == CACHED and call.cache.key is not None:
+        run = cache_memory.checking(run, call.key, call.value)
+    check_values = _check_of_values(call)
+    if check_values is None:
+        return run
+    add = _checking_values if call.saved is None else _checking_values_of_backward
+    return add(run, check_values)
+
+
+def _check_of_values(call: Call) -> Callable[..., None] | None:
+    """What checks lengths, pages or cu_seqlens on the host; on CUDA kernels clamp them."""
+    if call.kind == PACKED and call.query.device.type == "cpu":
+        longest = call.packing.max_seqlen_q, call.packing.max_seqlen_k
+        return functools.partial(checks.values, longest=longest)
+    if call.kind == CACHED and (call.query.device.type == "cpu" or DEBUG):
+        return cache_checks.values
+    return None
+
+
+def _after(step: Callable[[Tensors], Tensors], run: Run, call: Call) -> Run:
+    """`run` with its optional tensors changed by `step`."""
+    if call.saved is not None:
+        return lambda *tensors: run(*tensors[:-1], step(tensors[-1]))
+    return lambda q, k, v, tensors, with_lse=True: run(q, k, v, step(tensors), with_lse)
+
+
+def _checking_values(run: Run, check_values: Callable[..., None]) -> Run:
+    def checked(q, k, v, tensors, with_lse=True):
+        if not is_capturing(q.device):
+            check_values(q, k, v, tensors)
+        return run(q, k, v, tensors, with_lse)
+
+    return checked
+
+
+def _checking_values_of_backward(run: Run, check_values: Callable[..., None]) -> Run:
+    """The same for the backward pass of a packed call."""
+
+    def checked(grad_out, grad_lse, q, k, v, out, lse, tensors):
+        check_values(q, k, v, tensors)
+        return run(grad_out, grad_lse, q, k, v, out, lse, tensors)
+
+    return checked
