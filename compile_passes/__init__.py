@@ -2,14 +2,13 @@
 
 The path of one graph, which `fuse.py` follows from top to bottom:
 
-    graph/dead_nodes.py      unused nodes are dropped
-    graph/stored_outputs.py  on request, so are weights that are only stored in attributes
-    graph/multi_head.py      calls of nn.MultiheadAttention are inlined
-    graph/ir.py              nodes become values with canonical operation names; writes are tracked
+    ir/edits.py              unused nodes are dropped
+    rewrites/                einsums, FlexAttention, nn.MultiheadAttention become products, softmax
+    ir/graph.py              nodes become values with canonical operation names; writes are tracked
     match/matcher.py         each softmax: product of query and key -> scores -> weights -> output
     match/attention_site.py  which axes of a match are batch, heads, queries, keys and features
     masks/classify.py        its masks, evaluated symbolically (symbolic_eval.py), become arguments
-    rewrite/replace.py       the call is emitted, optionally verified (verify.py), and put in place
+    emit/replace.py          the call is emitted, optionally verified (verify.py), and put in place
 """
 
 from compile_passes.explain import explain

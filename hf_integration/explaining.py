@@ -14,7 +14,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 import fa_ops
-from fa_ops.plans import dispatch
+from fa_ops.call import backend_option
 from hf_integration import architectures, hooks, latent, masks
 
 
@@ -118,7 +118,7 @@ def backend_of(
 ) -> tuple[str, list[str]]:
     """The backend of a call, and the reasons why backends before it do not run it."""
     found = fa_ops.explain(query, key, value)
-    order = list(dispatch.BACKENDS)
+    order = list(backend_option.BACKENDS)
     before = order[: order.index(found.backend)] if found.backend else order
     refused = [f"{name}: {found.reasons[name]}" for name in before if found.reasons[name]]
     return f"fa_ops, backend {found.backend or 'none'}", refused

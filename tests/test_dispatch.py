@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fa_ops
+from fa_ops.call import backend_option
 from fa_ops.call.call import CACHED, DENSE, MERGE, PACKED, Call
 from fa_ops.call.options import Cache, Spec, rows_are_aligned
 from fa_ops.plans import dispatch, planning
@@ -54,7 +55,7 @@ def test_a_named_backend_never_falls_back(monkeypatch):
 )
 def test_masks_are_summarised_where_a_backend_may_and_it_pays(name, missing, pays, monkeypatch):
     """hopper skips by the blocks of a mask, but does not make them."""
-    monkeypatch.setattr(dispatch, "default", name)
+    monkeypatch.setattr(backend_option, "default", name)
     errors = dict.fromkeys(missing, "is missing")
     monkeypatch.setattr(dispatch, "available_error", errors.get)
     assert dispatch.skips_tiles("cuda") is pays
@@ -100,25 +101,25 @@ def test_a_backend_may_refuse_by_how_many_keys_there_are(monkeypatch):
 
 
 def test_use_backend_can_be_nested(monkeypatch):
-    assert dispatch.chosen() is None
+    assert backend_option.chosen() is None
     with fa_ops.use_backend("reference"):
         assert chosen(*qkv()) is dispatch.load("reference")
         with pytest.raises(RuntimeError), fa_ops.use_backend("auto"):
             assert chosen(*qkv()) is dispatch.load("cpu")
             raise RuntimeError
-        assert dispatch.chosen() == "reference"
+        assert backend_option.chosen() == "reference"
         assert chosen(*qkv(), Spec(backend="cpu")) is dispatch.load("cpu")
-    assert dispatch.chosen() is None
+    assert backend_option.chosen() is None
 
 
 def test_one_use_backend_can_be_nested(monkeypatch):
-    monkeypatch.setattr(dispatch, "default", None)
+    monkeypatch.setattr(backend_option, "default", None)
     chosen = fa_ops.use_backend("reference")
     with chosen, fa_ops.use_backend("cpu"):
         with chosen:
-            assert dispatch.chosen() == "reference"
-        assert dispatch.chosen() == "cpu"
-    assert dispatch.chosen() is None
+            assert backend_option.chosen() == "reference"
+        assert backend_option.chosen() == "cpu"
+    assert backend_option.chosen() is None
 
 
 def test_use_backend_holds_for_the_backward_of_its_calls(monkeypatch):
@@ -134,7 +135,7 @@ def test_use_backend_holds_for_the_backward_of_its_calls(monkeypatch):
 
 def test_backends_lists_every_backend_with_its_reason():
     listed = dict(dispatch.backends())
-    assert tuple(listed) == dispatch.BACKENDS
+    assert tuple(listed) == backend_option.BACKENDS
     assert listed["cpu"] is None and listed["reference"] is None
     if not torch.cuda.is_available():
         assert isinstance(listed["triton"], str)
@@ -175,7 +176,7 @@ backend: none
 
 
 def test_unknown_names_are_refused():
-    names = ", ".join(map(repr, dispatch.BACKENDS))
+    names = ", ".join(map(repr, backend_option.BACKENDS))
     with pytest.raises(ValueError) as error:
         fa_ops.use_backend("cuda")
     assert str(error.value) == f"backend must be 'auto' or one of {names}, got 'cuda'"
@@ -193,9 +194,9 @@ def run(code: str, **environment) -> subprocess.CompletedProcess:
 
 CALL = """
 import torch, fa_ops
-from fa_ops import dispatch
+from fa_ops.call import backend_option
 q = torch.randn(1, 1, 2, 4)
-print(dispatch.default)
+print(backend_option.default)
 fa_ops.attention(q, q, q)
 """
 
@@ -233,21 +234,21 @@ def test_blocks_of_threads_may_overlap():
         with fa_ops.use_backend("reference"):
             entered.set()
             leave.wait(60)
-            return dispatch.chosen()
+            return backend_option.chosen()
 
     def second():
         entered.wait(60)
         with fa_ops.use_backend("cpu"):
             leave.set()
             left.wait(60)
-            return dispatch.chosen()
+            return backend_option.chosen()
 
     with ThreadPoolExecutor(2) as pool:
         found = pool.submit(first), pool.submit(second)
         assert found[0].result(60) == "reference"
         left.set()
         assert found[1].result(60) == "cpu"
-    assert dispatch.chosen() is in_thread(dispatch.chosen) is None
+    assert backend_option.chosen() is in_thread(backend_option.chosen) is None
 
 
 def test_blocks_of_tasks_may_overlap():
@@ -255,10 +256,10 @@ def test_blocks_of_tasks_may_overlap():
         with fa_ops.use_backend(name):
             await asyncio.sleep(pause)
             child = await asyncio.create_task(child_task())
-            return dispatch.chosen(), child, await asyncio.to_thread(dispatch.chosen)
+            return backend_option.chosen(), child, await asyncio.to_thread(backend_option.chosen)
 
     async def child_task():
-        return dispatch.chosen()
+        return backend_option.chosen()
 
     async def outer():
         shared = fa_ops.use_backend("reference")
@@ -266,25 +267,25 @@ def test_blocks_of_tasks_may_overlap():
         async def one_object(pause):
             with shared:
                 await asyncio.sleep(pause)
-                return dispatch.chosen()
+                return backend_option.chosen()
 
         tasks = task("reference", 0.02), task("cpu", 0.04), one_object(0.02), one_object(0.01)
-        return *await asyncio.gather(*tasks), dispatch.chosen()
+        return *await asyncio.gather(*tasks), backend_option.chosen()
 
     *found, after = asyncio.run(outer())
     assert found == [("reference",) * 3, ("cpu",) * 3, "reference", "reference"]
-    assert after is dispatch.chosen() is None
+    assert after is backend_option.chosen() is None
 
 
 def test_a_task_keeps_the_choice_under_which_it_began():
     async def outer():
         async def late():
             await asyncio.sleep(0.01)
-            return dispatch.chosen()
+            return backend_option.chosen()
 
         with fa_ops.use_backend("reference"):
             task = asyncio.create_task(late())
-        assert dispatch.chosen() is None
+        assert backend_option.chosen() is None
         return await task
 
     assert asyncio.run(outer()) == "reference"
@@ -302,10 +303,10 @@ def test_blocks_of_generators_end_in_any_order(order):
         next(generator)
     left = dict(enumerate(names))
     for i in order:
-        assert dispatch.chosen() == list(left.values())[-1]
+        assert backend_option.chosen() == list(left.values())[-1]
         generators[i].close()
         del left[i]
-    assert dispatch.chosen() is None
+    assert backend_option.chosen() is None
 
 
 def test_a_generator_may_end_in_another_thread():
@@ -315,37 +316,37 @@ def test_a_generator_may_end_in_another_thread():
 
     generator = block()
     next(generator)
-    assert dispatch.chosen() == "reference"
+    assert backend_option.chosen() == "reference"
     in_thread(generator.close)
-    assert dispatch.chosen() is None
+    assert backend_option.chosen() is None
     with fa_ops.use_backend("cpu"):
-        assert dispatch.chosen() == "cpu"
-    assert dispatch.chosen() is None
+        assert backend_option.chosen() == "cpu"
+    assert backend_option.chosen() is None
 
 
 def test_new_threads_have_the_choice_of_the_process():
     with fa_ops.use_backend("reference"):
-        assert in_thread(dispatch.chosen) is None
-        assert in_thread(contextvars.copy_context().run, dispatch.chosen) == "reference"
+        assert in_thread(backend_option.chosen) is None
+        assert in_thread(contextvars.copy_context().run, backend_option.chosen) == "reference"
 
 
 @pytest.fixture
 def process_choice(monkeypatch):
-    monkeypatch.setattr(dispatch, "default", None)
+    monkeypatch.setattr(backend_option, "default", None)
 
 
 @pytest.mark.usefixtures("process_choice")
 def test_set_backend_holds_for_the_process():
     fa_ops.set_backend("reference")
-    assert dispatch.chosen() == in_thread(dispatch.chosen) == "reference"
+    assert backend_option.chosen() == in_thread(backend_option.chosen) == "reference"
     assert "backend: reference" in str(fa_ops.explain(*qkv()))
     with fa_ops.use_backend("auto"):
         assert chosen(*qkv()) is dispatch.load("cpu")
     with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
         fa_ops.set_backend("cuda")
-    assert dispatch.chosen() == "reference"
+    assert backend_option.chosen() == "reference"
     fa_ops.set_backend(None)
-    assert dispatch.chosen() is None
+    assert backend_option.chosen() is None
 
 
 def backends_of(monkeypatch) -> list[str]:
@@ -399,7 +400,7 @@ def test_blocks_inside_compiled_code(monkeypatch, breaks):
     inputs = qkv()
     torch.compile(inner, backend="eager", fullgraph=not breaks)(*inputs)
     assert planned == ["auto", "reference"]  # the third call is like the first
-    assert dispatch.chosen() is in_thread(dispatch.chosen) is None
+    assert backend_option.chosen() is in_thread(backend_option.chosen) is None
 
 
 @pytest.mark.parametrize("call", [fa_ops.attention, torch.ops.fa.attention])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.call import checks
+from fa_ops.call import backend_option, checks
 from fa_ops.call.options import Packing, Spec
 from fa_ops.ops import dense, merge, varlen
 from fa_ops.plans import dispatch
@@ -52,7 +52,7 @@ RANGES = (
 HALF = {n: t.half() for n, t in valid().items()}
 FP8 = {n: t.to(torch.float8_e4m3fn) for n, t in valid().items()}
 DOUBLE_META = {n: t.double().to("meta") for n, t in valid().items()}
-KNOWN = f"backend must be 'auto' or one of {', '.join(map(repr, dispatch.BACKENDS))}, got "
+KNOWN = f"backend must be 'auto' or one of {', '.join(map(repr, backend_option.BACKENDS))}, got "
 V = ValueError
 T = TypeError
 

@@ -38,9 +38,9 @@ BLOCKED = "import sys; sys.modules |= dict.fromkeys(('typer', 'rich', 'platformd
 def test_packages_work_without_the_dependencies_of_the_commands(package):
     code = f"""
 import torch, fa_ops, {package}
-from fa_ops.backends.hopper import compiler
+from fa_ops.backends.hopper.runtime import nvrtc
 q = torch.randn(1, 1, 2, 4)
-print(tuple(fa_ops.attention(q, q, q).shape), compiler.cache_dir().name)
+print(tuple(fa_ops.attention(q, q, q).shape), nvrtc.cache_dir().name)
 """
     assert run(BLOCKED + code) == "(1, 1, 2, 4) fa_ops\n"
 
@@ -167,8 +167,9 @@ first, counted = operator(q, q, q), flops()
 for name in [name for name in sys.modules if name.split(".")[0] in NAMES]:
     del sys.modules[name]
 fa_ops, compile_passes, hf_integration = load()
-from fa_ops import checks, planning
-from hf_integration import decoding, gate, hooks
+from fa_ops.call import checks
+from fa_ops.plans import planning
+from hf_integration import decoding, hooks, unsupported_models
 from transformers import PreTrainedModel, masking_utils
 
 print(before == state(), counted == flops() > 0)
@@ -177,7 +178,7 @@ torch.autograd.grad(operator(q, q, q).sum(), q)
 fusion = config.pre_grad_custom_pass
 print(type(fusion) is compile_passes.install.__globals__["FusionPass"], fusion.verify)
 for owner, name, module in (
-    (PreTrainedModel, "get_correct_attn_implementation", gate),
+    (PreTrainedModel, "get_correct_attn_implementation", unsupported_models),
     (masking_utils, "_preprocess_mask_arguments", decoding),
 ):
     wrapper = getattr(owner, name)

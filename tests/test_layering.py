@@ -11,129 +11,37 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("fa_ops", "compile_passes", "hf_integration")
 
-# How a call is described, checked, planned and handed to a backend, the last first.
-PLANS = (
-    "fa_ops.plans.planning",
-    "fa_ops.plans.outputs",
-    "fa_ops.call.cache_checks",
-    "fa_ops.call.quantized_checks",
-    "fa_ops.call.checks",
-    "fa_ops.call.cache_memory",
-    "fa_ops.call.cache_memory",
-    "fa_ops.plans.dispatch",
-    "fa_ops.call.call",
-    "fa_ops.call.options",
-    "fa_ops.tracing",
-    "fa_ops.call.options",
-)
-# What the public functions make calls of and run them by.
-CALLS = ("fa_ops.call.python_types", "fa_ops.ops", *PLANS)
+CALL = ("fa_ops.call", "fa_ops.tracing")
+PLANS = ("fa_ops.plans", *CALL)
+OPS = ("fa_ops.ops", *PLANS)
+FUNCTIONS = ("fa_ops.functions", *OPS)
 # What modules under a prefix may import at their top from our packages; the longest prefix counts.
+# The stages of a call: functions, ops, plans, call. Each imports the stages after it.
 TOP = {
-    "fa_ops": (
-        "fa_ops.functions.attention",
-        "fa_ops.compat",
-        "fa_ops.plans.dispatch",
-        "fa_ops.functions.explain",
-        "fa_ops.transformers_hint",
-        "fa_ops.functions.kv_cache",
-        "fa_ops.ops",
-        "fa_ops.functions.quantized",
-        "fa_ops.call.options",
-    ),
+    "fa_ops": (*FUNCTIONS, "fa_ops.compat", "fa_ops.transformers_hint"),
     "fa_ops.tracing": (),
-    "fa_ops.call.options": (),
-    "fa_ops.call.options": ("fa_ops.call.options",),
-    "fa_ops.call.call": ("fa_ops.call.options",),
-    "fa_ops.plans.dispatch": ("fa_ops.call.call", "fa_ops.tracing", "fa_ops.call.options"),
-    "fa_ops.call.checks": ("fa_ops.plans.dispatch", "fa_ops.call.call", "fa_ops.call.options"),
-    "fa_ops.call.quantized_checks": (
-        "fa_ops.call.cache_checks",
-        "fa_ops.call.checks",
-        "fa_ops.call.call",
-        "fa_ops.call.options",
-    ),
-    "fa_ops.call.cache_checks": (
-        "fa_ops.call.checks",
-        "fa_ops.call.cache_memory",
-        "fa_ops.call.cache_memory",
-        "fa_ops.call.call",
-        "fa_ops.call.options",
-    ),
-    "fa_ops.call.cache_memory": (
-        "fa_ops.call.checks",
-        "fa_ops.call.cache_memory",
-        "fa_ops.call.call",
-        "fa_ops.call.options",
-    ),
-    "fa_ops.call.cache_memory": (),
-    "fa_ops.plans.outputs": ("fa_ops.call.checks", "fa_ops.call.call", "fa_ops.call.options"),
-    "fa_ops.plans.planning": PLANS[1:],
-    "fa_ops.ops": ("fa_ops.ops", *PLANS),
-    "fa_ops.call.python_types": (
-        "fa_ops.plans.dispatch",
-        "fa_ops.call.call",
-        "fa_ops.tracing",
-        "fa_ops.call.options",
-    ),
-    "fa_ops.ops.eager": CALLS,
-    "fa_ops.functions.attention": ("fa_ops.ops.eager", *CALLS),
-    "fa_ops.functions.kv_cache": CALLS,
-    "fa_ops.functions.quantized": CALLS,
-    "fa_ops.functions.varlen": ("fa_ops.functions", "fa_ops.call.call"),
-    "fa_ops.functions.varlen": ("fa_ops.functions", "fa_ops.functions.kv_cache", *CALLS),
-    "fa_ops.functions.varlen": CALLS,
-    "fa_ops.functions.varlen": ("fa_ops.call.options", "fa_ops.call.options"),
-    "fa_ops.functions.varlen_quantized": (
-        "fa_ops.functions.varlen_quantized",
-        "fa_ops.functions.quantized",
-        *CALLS,
-    ),
-    "fa_ops.functions": (),
-    "fa_ops.functions.explain": (
-        "fa_ops.functions.attention",
-        "fa_ops.functions.kv_cache",
-        "fa_ops.functions.quantized",
-        "fa_ops.functions",
-        *CALLS,
-    ),
-    "fa_ops.distributed": (
-        "fa_ops.distributed",
-        "fa_ops.functions.attention",
-        "fa_ops.functions.kv_cache",
-        "fa_ops.backends.dropout",
-        *CALLS,
-    ),
-    "fa_ops.distributed.peer_memory": (
-        "fa_ops.distributed.peer_protocol",
-        "fa_ops.distributed.peer_memory",
-        "fa_ops.backends.hopper.runtime.launch",  # calls of the CUDA driver
-    ),
-    "fa_ops.distributed.peer_memory": ("fa_ops.backends.hopper.runtime.launch",),
-    "fa_ops.compat": (
-        "fa_ops.compat",
-        "fa_ops.functions.attention",
-        "fa_ops.call.python_types",
-        "fa_ops.call.cache_checks",
-        "fa_ops.call.checks",
-        "fa_ops.distributed",
-        "fa_ops.functions.kv_cache",
-        "fa_ops.ops",
-        "fa_ops.call.cache_memory",
-        "fa_ops.tracing",
-        "fa_ops.call.options",
-        "fa_ops.functions",
-        "fa_ops.backends.dropout",
-        "fa_ops.backends.rotary",
-    ),
+    "fa_ops.call": CALL,
+    "fa_ops.plans": PLANS,
+    "fa_ops.ops": OPS,
+    "fa_ops.functions": FUNCTIONS,
     "fa_ops.backends": (
-        "fa_ops.call.call",
-        "fa_ops.call.options",
-        "fa_ops.call.options",
+        "fa_ops.call",
         "fa_ops.backends.conversion",
         "fa_ops.backends.dropout",
         "fa_ops.backends.mask_blocks",
         "fa_ops.backends.quantization",
+        "fa_ops.backends.rotary",
+    ),
+    "fa_ops.distributed": (*FUNCTIONS, "fa_ops.distributed", "fa_ops.backends.dropout"),
+    "fa_ops.distributed.peer_memory": (
+        "fa_ops.distributed.peer_protocol",
+        "fa_ops.backends.hopper.runtime.launch",  # calls of the CUDA driver
+    ),
+    "fa_ops.compat": (
+        *FUNCTIONS,
+        "fa_ops.compat",
+        "fa_ops.distributed",
+        "fa_ops.backends.dropout",
         "fa_ops.backends.rotary",
     ),
     "fa_ops.testing": (
@@ -145,8 +53,15 @@ TOP = {
     "compile_passes": ("compile_passes", "fa_ops"),
     "compile_passes.report": (),
     "compile_passes.ir": ("compile_passes.ir", "compile_passes.report"),
+    "compile_passes.rewrites": (
+        "compile_passes.rewrites",
+        "compile_passes.ir",
+        "compile_passes.report",
+        "fa_ops",
+    ),
     "compile_passes.match": (
         "compile_passes.match",
+        "compile_passes.rewrites.einsums",
         "compile_passes.ir",
         "compile_passes.report",
         "fa_ops.call.options",
@@ -174,6 +89,7 @@ PUBLIC = (
     "fa_ops",
     "fa_ops.functions.attention",
     "fa_ops.plans.dispatch",
+    "fa_ops.call.backend_option",
     "fa_ops.distributed",
     "fa_ops.testing",
     "fa_ops.tracing",
@@ -279,9 +195,7 @@ def test_imports(module, tree):
         if not module.startswith(other):
             assert not within_any(everywhere, (other,)), f"{module} must not import {other}"
     if module.startswith("fa_ops.backends"):
-        assert not within_any(
-            everywhere, ("fa_ops.ops", "fa_ops.functions.attention", "fa_ops.plans.dispatch")
-        )
+        assert not within_any(everywhere, ("fa_ops.ops", "fa_ops.functions", "fa_ops.plans"))
     if module.startswith(("compile_passes", "hf_integration")):
         used = {name for name in everywhere if name.startswith("fa_ops")}
         private = {n for n in used if not within(n, PUBLIC[1:]) and n.count(".") > 1}
@@ -290,6 +204,32 @@ def test_imports(module, tree):
 
 def within_any(names: set[str], prefixes: tuple[str, ...]) -> bool:
     return any(within(name, prefixes) for name in names)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    names = {name for name, _ in MODULES}
+    imported = {name: _modules_of(ours(top_level_imports(tree)), names) for name, tree in MODULES}
+    circles = [name for name in names if name in _reached(imported, name)]
+    assert not circles, sorted(circles)
+
+
+def test_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert [name for name in sorted(graph) if name in _reached(graph, name)] == ["b", "c"]
+
+
+def _modules_of(imported: set[str], names: set[str]) -> set[str]:
+    """The files that are imported; a package that only gives a name of its module is none."""
+    return {name if name in names else name.rpartition(".")[0] for name in imported} & names
+
+
+def _reached(imports: dict[str, set[str]], start: str) -> set[str]:
+    reached, waiting = set(), [start]
+    while waiting:
+        new = imports[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
 
 
 def test_installed_packages_do_not_import_tests():

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fa_ops.call import backend_option
 from fa_ops.call.call import PackedQuantizedTensors, PackedTensors, Saved
 from fa_ops.call.options import Packing, Spec, dtype_name, mask_blocks_shape
-from fa_ops.plans import dispatch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8 = torch.float8_e4m3fn
@@ -296,7 +296,7 @@ def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:
         rule = "the {0} side of window (window_{0}) must be -1 (unbounded) or more, got {1}"
         need(size >= -1, rule, side, size)
     if spec.backend is not None:
-        dispatch.check_name(spec.backend)
+        backend_option.check_name(spec.backend)
     slopes, sinks, lens = spec.alibi_slopes, spec.sinks, spec.kv_lens
     if slopes is not None:
         same_device(q, "alibi_slopes", slopes)

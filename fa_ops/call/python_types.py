@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_ops.call import backend_option
 from fa_ops.call.call import Tensors
 from fa_ops.call.options import DenseTensors, Packing, bounded, dtype_name
-from fa_ops.plans import dispatch
 from fa_ops.tracing import can_read, is_compiling, is_differentiated, is_traced_by_dynamo
 
 Window = tuple[int | None, int | None]
@@ -53,9 +53,9 @@ def checked_options(
         need_bool("deterministic", deterministic)
         options["deterministic"] = True
     if backend is None:
-        backend = dispatch.chosen()
+        backend = backend_option.chosen()
     if backend is not None:
-        dispatch.check_name(backend)
+        backend_option.check_name(backend)
         options["backend"] = backend
     return options
 

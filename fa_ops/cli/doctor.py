@@ -16,6 +16,7 @@ from rich.console import Console
 
 from fa_ops import __version__
 from fa_ops.backends.hopper.runtime import cubin_cache
+from fa_ops.call import backend_option
 from fa_ops.plans import dispatch
 
 PACKAGES = ("torch", "triton", "transformers", "fa-ops-cubins")
@@ -90,11 +91,11 @@ def devices() -> list[tuple[str, str]]:
 
 def backends() -> list[tuple[str, str]]:
     """Each backend with the reason why it is not available, and the default one."""
-    chosen = dispatch.chosen() or "auto"
+    chosen = backend_option.chosen() or "auto"
     rows = [(name, reason or "available") for name, reason in dispatch.backends()]
     origin = "from FA_OPS_BACKEND" if os.environ.get("FA_OPS_BACKEND") else "the default"
     try:
-        dispatch.check_name(chosen)
+        backend_option.check_name(chosen)
     except ValueError as error:
         origin += f"; every call will fail: {error}"
     return [*rows, ("in use", f"{chosen} ({origin})")]

@@ -21,7 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from fa_ops.bench.report import environment, write_json
-from fa_ops.call import cache_checks, checks
+from fa_ops.call import backend_option, cache_checks, checks
 from fa_ops.call.call import CACHED, DENSE, PACKED, QUANTIZED, Call, Saved
 from fa_ops.cli import options
 from fa_ops.plans import dispatch
@@ -120,7 +120,7 @@ def _targets(
     if not backends:
         known = dispatch.AUTO[device]
         backends = [name for name in known if dispatch.available_error(name) is None] or known
-    backends = options.one_of("--backend", backends, dispatch.BACKENDS)
+    backends = options.one_of("--backend", backends, backend_option.BACKENDS)
     for name in backends:
         reason = dispatch.available_error(name)
         if reason is not None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from fa_ops.call import checks
+from fa_ops.call import backend_option, checks
 from fa_ops.call.call import DENSE, Call
 from fa_ops.call.options import DenseTensors, Scalars, Spec, dtype_name
 from fa_ops.call.python_types import (
@@ -137,7 +137,7 @@ def _alike(
     sides = options.window if isinstance(options.window, tuple) else ()
     plain = options._replace(alibi_slopes=None, sinks=None, kv_lens=None, cu_seqlens=None)
     key = (
-        *geometry, *values, plain, *map(type, (*plain, *sides)), dispatch.chosen(),
+        *geometry, *values, plain, *map(type, (*plain, *sides)), backend_option.chosen(),
         torch.is_grad_enabled(),
         *((group.rank, group.size) for group in groups),
     )  # fmt: skip
@@ -253,7 +253,7 @@ def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Options
         torch.ops.fa.attention_varlen(*packed, ends, ends, is_causal=options.is_causal, **on_meta)
     leaves = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
     records = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
-    if records and (options.backend or dispatch.chosen()) == "reference":
+    if records and (options.backend or backend_option.chosen()) == "reference":
         raise NotImplementedError(
             "the reference backend has no gradients of ring attention or of the other schemes, got "
             "inputs that require grad"

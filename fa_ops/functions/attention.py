@@ -1,4 +1,4 @@
-"""The public functions: collect tensors and scalars, which `eager_calls` runs.
+"""The public functions: collect tensors and scalars, which `ops.eager` runs.
 
 Shapes, dtypes and devices are checked when a call is planned, with the same messages for functions
 and operators.

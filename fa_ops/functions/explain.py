@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_ops.call import backend_option
 from fa_ops.call.call import (
     CACHED,
     DENSE,
@@ -85,7 +86,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
 def _explained(call: Call, one: Call | None) -> CallExplanation:
     """The explanation of a checked call; `one` is a single-kernel call that replaces it."""
     call = planning.normalised(call)
-    reasons = {name: dispatch.refusal(name, call) for name in dispatch.BACKENDS}
+    reasons = {name: dispatch.refusal(name, call) for name in backend_option.BACKENDS}
     route = library.route_of(call.query, call.key, call.value, *call.tensors).value
     if one is not None:
         reasons[varlen.BACKEND] = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import tracing
-from fa_ops.call import cache_checks, checks
+from fa_ops.call import backend_option, cache_checks, checks
 from fa_ops.call.call import PAGED, CacheTensors, Call, PackedQuantizedTensors, PagedTensors
 from fa_ops.call.options import Cache, Packing, Spec, heads_of_tile
 from fa_ops.call.python_types import (
@@ -96,7 +96,7 @@ def arguments(
             f"kv_lens or cu_seqlens_k must be given with page_table, one of them, got {given}"
         )
     if options["backend"] is not None:
-        dispatch.check_name(options["backend"])
+        backend_option.check_name(options["backend"])
     need_bool("is_causal", options["is_causal"])
     need_bool("deterministic", deterministic)
     if probability(dropout_p):
@@ -304,7 +304,7 @@ def _may_run(
 ) -> bool:
     """Whether the caller leaves the choice of a backend open, or asks for that one, and nothing
     stands between the call and a kernel."""
-    name = options.get("backend") or dispatch.chosen() or "auto"
+    name = options.get("backend") or backend_option.chosen() or "auto"
     return (
         query.is_cuda
         and name in ("auto", BACKEND)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import tracing
-from fa_ops.call import checks, quantized_checks
+from fa_ops.call import backend_option, checks, quantized_checks
 from fa_ops.call.call import QUANTIZED, QUANTIZED_PACKED, Call, PackedQuantizedTensors
 from fa_ops.call.options import Cache, Quantization, Spec
 from fa_ops.call.python_types import Window, checked_options, checked_packing, need_tensor, sides
@@ -101,7 +101,7 @@ def _may_run(
     table = tensors.page_table
     return (
         query.is_cuda
-        and (backend or dispatch.chosen() or "auto") in ("auto", BACKEND)
+        and (backend or backend_option.chosen() or "auto") in ("auto", BACKEND)
         and min(query.numel(), key.numel(), value.numel()) > 0
         and (table is None or table.numel() > 0)
     )

@@ -16,8 +16,8 @@ from fa_ops.ops import (
 
 __all__ = [
     "autocast",
-    "averaging_rows",
     "dense",
+    "fully_masked_rows",
     "kv_cache",
     "masks",
     "merge",
@@ -26,5 +26,4 @@ __all__ = [
     "rules",
     "seeds",
     "varlen",
-    "vmap",
 ]

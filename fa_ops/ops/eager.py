@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fa_ops.call import backend_option
 from fa_ops.call.call import DENSE, PACKED, Call, PackedTensors, Tensors
 from fa_ops.call.options import NO_TENSORS, DenseTensors, Spec
 from fa_ops.call.python_types import checked_options, checked_packing
 from fa_ops.ops import autocast, autograd, dense, library, varlen
 from fa_ops.ops.library import Route
-from fa_ops.plans import dispatch, planning
+from fa_ops.plans import planning
 from fa_ops.plans.planning import Latest, Prepared
 
 
@@ -78,7 +79,7 @@ def _described(
 
 # read on every call
 _is_grad_enabled = torch.is_grad_enabled
-_open_blocks = dispatch.open_blocks
+_open_blocks = backend_option.open_blocks
 
 
 class Found(NamedTuple):
@@ -105,7 +106,7 @@ def find(
     if library.is_dispatched():
         return _WITHOUT_PLAN[Route.DISPATCH]
     given = (q, k, v) if tensors is NO_TENSORS else (q, k, v, *tensors)
-    backend = dispatch.chosen() if _open_blocks() else dispatch.default
+    backend = backend_option.chosen() if _open_blocks() else backend_option.default
     options = (
         kind, len(given), _is_grad_enabled(), backend, scalars, tuple(map(type, scalars)),
     )  # fmt: skip

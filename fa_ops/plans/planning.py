@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.call import cache_checks, cache_memory, checks, quantized_checks
+from fa_ops.call import backend_option, cache_checks, cache_memory, checks, quantized_checks
 from fa_ops.call.call import (
     APPEND,
     CACHED,
@@ -61,7 +61,7 @@ class Prepared:
 class Latest(NamedTuple):
     """The last call with its options."""
 
-    found: tuple  # how it is run: an `ops.lookup.Found`
+    found: tuple  # how it is run: an `ops.eager.Found`
     matches: Callable[..., bool]  # of tensors: whether they differ from its own in addresses alone
 
 
@@ -88,7 +88,9 @@ def key_of(
     """
     try:
         dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
-        backend = dispatch.chosen() if dispatch.open_blocks() else dispatch.default
+        backend = (
+            backend_option.chosen() if backend_option.open_blocks() else backend_option.default
+        )
         key = (
             kind, q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
             dtype, k.dtype, v.dtype, q.device, k.device, v.device, backend,
@@ -177,14 +179,14 @@ def plan_of(call: Call) -> Prepared:
 
 def with_backend(call: Call) -> Call:
     """The call with the backend that is chosen now, on which its backward pass will then run."""
-    backend = call.spec.backend or dispatch.chosen()
+    backend = call.spec.backend or backend_option.chosen()
     return call._replace(spec=call.spec._replace(backend=backend)) if backend else call
 
 
 def settings(dtype: torch.dtype, mask_grad: bool) -> tuple:
     """What a backward pass depends on besides its tensors and the options of its forward pass."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    backend = dispatch.chosen() if dispatch.open_blocks() else dispatch.default
+    backend = backend_option.chosen() if backend_option.open_blocks() else backend_option.default
     return backend, deterministic, precision_of(dtype), mask_grad
 
 
@@ -345,7 +347,7 @@ def _normalised(call: Call, step: Callable[[Tensors], Tensors] | None) -> Call:
     if spec.window_left >= 0 or spec.window_right >= 0:
         left, right = bounded(spec.window_left), bounded(spec.window_right)
         spec = spec._replace(window_left=left, window_right=right)
-    call = call._replace(spec=spec, backend=spec.backend or dispatch.chosen() or "auto")
+    call = call._replace(spec=spec, backend=spec.backend or backend_option.chosen() or "auto")
     return outputs.with_features(call) if outputs.needs_features(call) else call
 
 

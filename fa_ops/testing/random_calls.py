@@ -293,8 +293,6 @@ def _of_quantized(case: QuantizedCase) -> dict[str, bool]:
     }
 
 
-Pick = Callable[[Sequence], Any]
-
 HAZARDS = ("extremes", "poison", "broken", "strides")
 WINDOWS = (0, 2**29 + 1, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**40, sys.maxsize)
 SOFTCAPS = (1e-40, 1e-3, 1e4, 1e6, 1e300)

@@ -17,9 +17,9 @@ torch.cuda.is_available = lambda: {capability} is not None
 torch.cuda.get_device_capability = lambda *_: {capability}
 {before}
 import fa_ops
-from fa_ops import dispatch, planning
-from fa_ops.call import DENSE, Call, Saved
-from fa_ops.types import Spec
+from fa_ops.call.call import DENSE, Call, Saved
+from fa_ops.call.options import Spec
+from fa_ops.plans import dispatch, planning
 
 def one(dtype):
     return torch.empty(1, 2, 64, 64, dtype=dtype, device="{device}")

@@ -85,13 +85,13 @@ def test_doctor_runs_as_a_module():
 
 def test_doctor_names_the_backend_set_in_the_environment(monkeypatch):
     monkeypatch.setenv("FA_OPS_BACKEND", "reference")
-    monkeypatch.setattr("fa_ops.plans.dispatch.default", "reference")
+    monkeypatch.setattr("fa_ops.call.backend_option.default", "reference")
     assert "in use     reference (from FA_OPS_BACKEND)" in invoke("doctor").output
 
 
 def test_doctor_reports_an_unknown_backend_in_the_environment(monkeypatch):
     monkeypatch.setenv("FA_OPS_BACKEND", "flash")
-    monkeypatch.setattr("fa_ops.plans.dispatch.default", "flash")
+    monkeypatch.setattr("fa_ops.call.backend_option.default", "flash")
     assert "every call will fail: backend must be 'auto' or one of" in invoke("doctor").output
 
 

@@ -9,14 +9,14 @@ triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from fa_ops.backends.triton import (
-    eight_bit_kernels,  # noqa: E402
+from fa_ops.backends.triton import (  # noqa: E402
+    eight_bit_kernels,
     launch,
 )
 from fa_ops.backends.triton.configs import quantized_tile  # noqa: E402
-from fa_ops.call.options import (
+from fa_ops.call.options import (  # noqa: E402
     Quantization,
-    Spec,  # noqa: E402
+    Spec,
 )
 from tests.compile_only.sass import assert_fits, disassembled  # noqa: E402
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fa_ops
+from fa_ops.call import backend_option
 from fa_ops.call.call import general
 from fa_ops.plans import dispatch
 from tests.ops.cases import CASES, dense_call
@@ -168,7 +169,7 @@ def test_use_backend_around_and_inside_a_graph():
         assert calls == ["reference"]
         torch.compile(inside, backend="eager", fullgraph=True)(*args)
         assert calls == ["reference"] * 2
-    assert dispatch.chosen() is None
+    assert backend_option.chosen() is None
 
 
 def test_compiled_autograd():

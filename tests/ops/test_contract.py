@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fa_ops.call import backend_option
 from fa_ops.call.call import general
 from fa_ops.ops import dense, merge, varlen
 from fa_ops.plans import dispatch
@@ -18,7 +19,7 @@ BACKENDS = ["cpu", "reference"]  # the GPU backends meet the same tests in tests
 
 @pytest.fixture(params=BACKENDS, autouse=True)
 def backend(request):
-    with dispatch.use_backend(request.param):
+    with backend_option.use_backend(request.param):
         yield request.param
 
 

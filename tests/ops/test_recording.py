@@ -13,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
 from fa_ops.backends import cpu
+from fa_ops.call import backend_option
 from fa_ops.call.call import Plan
 from fa_ops.ops import library
-from fa_ops.plans import dispatch, planning
+from fa_ops.plans import planning
 
 INTS = torch.int32
 OPTIONS = {
@@ -468,7 +469,7 @@ def test_the_global_switches_hold_in_the_backward_pass(monkeypatch):
     with fa_ops.use_backend("reference"):
         torch.testing.assert_close(take(), expected)
     assert len(specs) == 2
-    assert dispatch.chosen() is None
+    assert backend_option.chosen() is None
 
 
 def test_bad_calls_are_refused_every_time():

@@ -1,11 +1,11 @@
 """The backend for sm_90a: CUDA C++ compiled by NVRTC on first use, launched through the driver.
 
-`plan` picks one of these modules for a call: `dense_forward` and `dense_backward` (kernels in
-`cuda/forward.cu` and `cuda/backward.cu`), `packed`, `prefill` and `paged`, which run packed
-sequences, many queries of a cache and packed queries over pages on the same kernels, `decode` for
-few queries against a long cache, and `mla` for a latent cache, which share `split_kv`, `append` for
-what a cached call writes before it attends, and `quantized` for 8-bit products, of tensors from
-`quantize` or `scaled`. Tiles are in `configs`; `launch` loads and launches kernels.
+`plan` picks one of these modules for a call: `forward` and `backward` (kernels in
+`cuda/forward.cu` and `cuda/backward.cu`; many queries of a cache and packed queries over pages run
+on them as well), `packed` for packed sequences, `decode` for few queries against a long cache and
+what such a call writes before it attends, `mla` for a latent cache, and `eight_bit` for 8-bit
+products, of tensors from `eight_bit_inputs`. Tiles are in `configs`; `runtime` compiles, loads and
+launches kernels.
 """
 
 from __future__ import annotations

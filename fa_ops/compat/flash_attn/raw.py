@@ -43,8 +43,8 @@ def fwd(
     shape(DENSE, q=q, k=k, v=v)
     buffers(out=(out, (*q.shape[:-1], v.shape[-1])))
     window = window_size_left, window_size_right
-    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
-                               False)  # fmt: skip
+    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap,
+                               alibi_slopes, False)  # fmt: skip
     return_softmax = flag("return_softmax", return_softmax)
     seed, state = _seed(q, options["dropout_p"])
     found, lse = attention.seeded(q, k, v, seed, options)
@@ -71,8 +71,8 @@ def varlen_fwd(
             f"num_splits > 1 is not supported for packed sequences, got {num_splits}"
         )
     window = window_size_left, window_size_right
-    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
-                               False)  # fmt: skip
+    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap,
+                               alibi_slopes, False)  # fmt: skip
     packing = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
     return_softmax = flag("return_softmax", return_softmax)
     seed, state = _seed(q, options["dropout_p"])
@@ -101,8 +101,8 @@ def bwd(
     buffers(dq=(dq, q.shape), dk=(dk, k.shape), dv=(dv, v.shape))
     need_tensor("softmax_lse", softmax_lse)
     window = window_size_left, window_size_right
-    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
-                               deterministic)  # fmt: skip
+    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap,
+                               alibi_slopes, deterministic)  # fmt: skip
     p, causal = options["dropout_p"], options["is_causal"]
     keywords = attention.keywords_of(options, _seed_of(rng_state, p))
     grad_out, *tensors, saved = map(heads_first, (dout, q, k, v, out))
@@ -127,8 +127,8 @@ def varlen_bwd(
     buffers(dq=(dq, q.shape), dk=(dk, k.shape), dv=(dv, v.shape))
     need_tensor("softmax_lse", softmax_lse)
     window = window_size_left, window_size_right
-    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
-                               deterministic)  # fmt: skip
+    options = attention.options_of(p_dropout, softmax_scale, is_causal, window, softcap,
+                               alibi_slopes, deterministic)  # fmt: skip
     packing = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
     p, causal = options["dropout_p"], options["is_causal"]
     keywords = attention.keywords_of(options, _seed_of(rng_state, p))
