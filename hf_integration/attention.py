@@ -34,7 +34,7 @@ _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class Decisions(NamedTuple):
     """The rewrites that change a call, in order, and the operator for the rewritten call."""
 
-    call_rewrites: tuple[call_rewrites.Rewrite, ...]
+    rewrites: tuple[call_rewrites.Rewrite, ...]
     operator: operators.Operator
 
 

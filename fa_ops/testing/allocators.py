@@ -109,8 +109,8 @@ def _hopper_allocators() -> list[tuple[object, str]]:
     """`empty` in every Hopper module that defines it, those of repeated calls included."""
     from fa_ops.backends import hopper
 
-    names = [module.name for module in pkgutil.iter_modules(hopper.__path__)]
-    modules = [importlib.import_module(f"{hopper.__name__}.{name}") for name in names]
+    found = pkgutil.walk_packages(hopper.__path__, f"{hopper.__name__}.")
+    modules = [importlib.import_module(module.name) for module in found]
     return [(module, "empty") for module in modules if hasattr(module, "empty")]
 
 

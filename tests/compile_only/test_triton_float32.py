@@ -12,9 +12,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from fa_ops.backends.triton import configs, float32_parts, launch  # noqa: E402
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
 from fa_ops.backends.triton.configs import backward_tiles  # noqa: E402
-from fa_ops.call.options import (
+from fa_ops.call.options import (  # noqa: E402
     Packing,
-    Spec,  # noqa: E402
+    Spec,
 )
 from tests.compile_only.sass import assert_fits, disassembled, innermost_loop  # noqa: E402
 

@@ -330,7 +330,7 @@ def decode_tile(
     roomy = arch in (80, 87, 90) or 100 <= arch < 120
     if dtype == torch.float32:
         return _FP32[width]
-    table = (_ROOMY_FP8 if fp8 else _ROOMY) if roomy else _SMALL
+    table = (_ROOMY_FP8 if fp8 else _ROOMY) if roomy else _SMALL_CACHE
     tile = table[width][light] if roomy else table[width]
     if rows <= 16 or not roomy:
         return tile
@@ -354,7 +354,7 @@ _ROOMY_FP8 = {
     256: (DecodeTile(16, 64, 4, 3, 2), DecodeTile(16, 64, 4, 4, 1)),
     512: (DecodeTile(16, 64, 8, 2, 1), DecodeTile(16, 64, 8, 2, 1)),
 }
-_SMALL = {  # 99 KB of shared memory
+_SMALL_CACHE = {  # 99 KB of shared memory
     64: DecodeTile(16, 64, 4, 3, 2),
     128: DecodeTile(16, 32, 4, 3, 2),
     256: DecodeTile(16, 32, 4, 2, 1),
