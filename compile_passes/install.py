@@ -20,7 +20,7 @@ TIMER = "compile_passes.fuse"  # in torch._dynamo.utils.compilation_time_metrics
 
 
 # The cache key covers what decides a rewrite: these sources and the operators' schemas.
-HASHED_SOURCES = ("graph", "match", "masks", "rewrite", "fuse.py")
+HASHED_SOURCES = ("ir", "rewrites", "match", "masks", "emit", "fuse.py")
 _OPERATORS = (
     torch.ops.fa.attention.default,
     torch.ops.fa.attention_with_lse.default,
