@@ -295,7 +295,7 @@ def never_redraw(operator: OpOverload) -> None:
 
     def record(mode, func, types, args=(), kwargs=None):
         result = mode.__torch_dispatch__(func, types, args, kwargs)
-        node = next(reversed(mode.tracer.graph.nodes))
+        node = next(iter(reversed(mode.tracer.graph.nodes)))
         if node.target is operator:
             recomputed = 0 in (config.activation_memory_budget, *_region_budgets(node.meta))
             policy = CheckpointPolicy.PREFER_RECOMPUTE if recomputed else CheckpointPolicy.MUST_SAVE
