@@ -98,7 +98,8 @@ def test_products_are_those_of_float32():
     assert ((out - exact).abs() / size).max().item() < 2.0**-22
 
 
-def test_who_takes_parts(monkeypatch):
+def test_who_takes_parts(monkeypatch, real_is_small):
+    monkeypatch.setattr(configs, "is_small", real_is_small)
     many, q = 1 << 30, torch.empty(1)
 
     def mode(arch=90, q=q, scores=many, D=64, Dv=64, softcap=0.0):
