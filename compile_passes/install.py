@@ -214,6 +214,10 @@ if config.pre_grad_custom_pass:  # as where this package is imported again in a 
     config.pre_grad_custom_pass = _renewed(config.pre_grad_custom_pass)
 
 
+# `torch.compile(model, backend="fa_ops")`: Inductor with the fusion pass, registered by the
+# torch_dynamo_backends entry point.
+
+
 def fa_ops(
     gm: fx.GraphModule,
     example_inputs: Sequence[object],

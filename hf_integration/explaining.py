@@ -169,6 +169,8 @@ def example(layer: nn.Module, D: int | None, Dv: int | None) -> tuple[torch.Tens
     return q, q, v
 
 
+# The report of `python -m fa_ops doctor --model`: which attention runs in each layer, and why.
+
 Rows = list[tuple[str, str]]
 
 
@@ -213,6 +215,8 @@ def _cannot_build(model: str, error: Exception) -> LookupError:
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return LookupError(f"no model can be built from {model!r}: {reason}")
 
+
+# Layers that keep 16-bit products under attn_implementation="fa_ops_8bit".
 
 _KEPT = "_fa_ops_keeps_16_bit"
 

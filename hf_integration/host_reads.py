@@ -1,4 +1,4 @@
-"""Whether the host can read the values of a tensor, and at what cost."""
+"""Whether the host may read a tensor, and values read once for all layers of a forward pass."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from fa_ops.tracing import can_read, is_capturing, is_compiling
 
+# Whether the host can read the values of a tensor, and at what cost.
+
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has values: not while tracing, under vmap or during graph capture."""
@@ -20,6 +22,9 @@ def is_readable(tensor: Tensor) -> bool:
 def reads_are_free(device: torch.device | str) -> bool:
     """Whether the host can read tensors on a device without synchronising with it."""
     return torch.device(device).type == "cpu"
+
+
+# Values derived from a tensor, which the layers of a forward pass share.
 
 
 class PerTensorMemo:

@@ -1,4 +1,4 @@
-"""A layer's attention call, and the operators of fa_ops that compute it."""
+"""A layer's attention call and the operators that compute it; masks in blocks, recorded weights."""
 
 from __future__ import annotations
 
@@ -233,6 +233,8 @@ def packed(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
     return out[None], None
 
 
+# mask_blocks of the dense masks that transformers or users make.
+
 _memo = PerTensorMemo()
 _skips_tiles = torch.compiler.assume_constant_result(dispatch.skips_tiles)
 
@@ -259,6 +261,12 @@ except (ImportError, AttributeError) as error:
     state = f"off: {error}"
 else:
     state = "on"
+
+
+# Whether the running model returns attention weights, which `output_attentions=True` requests.
+#
+# Most models pass this argument on to the attention function. The layers of some do not (SigLIP,
+# Nemotron, StableLM): transformers collects the weights from what their attention returns.
 
 
 def requested() -> bool:

@@ -1,4 +1,4 @@
-"""Insertion of the nodes that replace an attention: sizes of axes, and changes of layout."""
+"""The nodes that replace an attention: their insertion, sizes of axes, layouts, and operands."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from compile_passes.ir.graph import Value, example, is_tensor
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import BiasTerm, Leaf
 from compile_passes.report import Refused
+
+# Insertion of the nodes that replace an attention: sizes of axes, and changes of layout.
 
 
 class Emitter(NodeInserter):
@@ -165,6 +167,9 @@ def has_contiguous_rows(node: fx.Node) -> bool:
     """Whether the last dimension is contiguous, as the operator requires."""
     tensor: Tensor = example(node)
     return sizes_equal(tensor.stride(-1), 1) or sizes_equal(tensor.shape[-1], 1)
+
+
+# Emission of the operands of an attention: tensors laid out for the call.
 
 
 def operand(emitter: Emitter, leaf: Leaf, dims: Dims, dtype: torch.dtype) -> fx.Node:

@@ -1,6 +1,4 @@
-"""Emission of key intervals as `key_ranges`, or as `kv_lens` where all queries attend the keys up
-to the same one, and of conditions on keys as bool masks.
-"""
+"""What masks become in the graph: key ranges, lengths, bool masks, and `mask_blocks`."""
 
 from __future__ import annotations
 
@@ -63,6 +61,9 @@ from compile_passes.match.match_state import (
 from compile_passes.report import Refused
 from fa_ops.call.options import MASK_BLOCK
 from fa_ops.plans.dispatch import mask_blocks_pay
+
+# Emission of key intervals as `key_ranges`, or as `kv_lens` where all queries attend the keys up to
+# the same one, and of conditions on keys as bool masks.
 
 # Integers from tensors are clamped to this: beyond every key, even after an offset of half of it.
 MAX_BOUND = 2**60
@@ -302,6 +303,12 @@ def emit_key_interval(
     return {"key_ranges": emitter.method("to", ranges, torch.int32)}, empty
 
 
+# `fa::mask_blocks` for the dense masks that are left: one call for all attentions of a mask.
+#
+# Attentions share it where their masks are the same node, or were made by the same operations from
+# the same nodes, as each layer makes its own from the model's. Bool masks, ranges and lengths that
+# are equal in this sense are made once. After any write to memory all are made again.
+
 MASK_BLOCKS = torch.ops.fa.mask_blocks.default
 _ATTENTION = (torch.ops.fa.attention.default, torch.ops.fa.attention_with_lse.default)
 _MASK = 3  # the position of attn_mask among the operators' arguments
@@ -391,6 +398,10 @@ class _Numbers:
             return (node,)
         numbered = fx.map_arg((node.args, node.kwargs), lambda x: ("value", self.of(x)))
         return node.op, node.target, repr(numbered)
+
+
+# Emission of masks and sinks: sums of biases, conjunctions of bool masks, and the rows that they
+# leave empty, without keys to attend.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""The call where finite fills that absorb the scores may mask all keys of a row.
-
-Beside a fill such as finfo.min real scores vanish: the row averages its keys, yet its gradient
-reaches every score. `fa::attention_averaging_rows` computes both.
-"""
+"""The replacement of a match: which operator is called, with which arguments and results."""
 
 from __future__ import annotations
 
@@ -45,6 +41,11 @@ from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import BiasTerm, FillTerm, Leaf
 from compile_passes.report import Refused, log
 
+# The call where finite fills that absorb the scores may mask all keys of a row.
+#
+# Beside a fill such as finfo.min real scores vanish: the row averages its keys, yet its gradient
+# reaches every score. `fa::attention_averaging_rows` computes both.
+
 AVERAGING = torch.ops.fa.attention_averaging_rows.default
 
 
@@ -86,6 +87,9 @@ def _key_count(emitter: Emitter, emitted: MaskNodes, k: fx.Node) -> fx.Node:
         return emitter.method("size", k, 2)
     return emitter.method("sum", emitted.averaged, -1)
 
+
+# Replacing an attention by one call of torch.ops.fa.attention: its nodes are emitted, checked and
+# put in the place of the original, which is erased.
 
 # Operations that do nothing but compute their result.
 PURE = (

@@ -121,6 +121,10 @@ def _take_axes(pending: list[Axis], n: Size, splits: list) -> Group | None:
     return tuple(group)
 
 
+# Equality and divisibility of symbolic sizes with divisions that leave no remainder, such as n * (m
+# // n) where n divides m, as views of windows have them, and their signs.
+
+
 def are_equal(a: int | SymInt, b: int | SymInt) -> bool:
     """Whether two sizes are equal once exact divisions are fractions."""
     env = _divided(a, b)

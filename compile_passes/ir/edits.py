@@ -1,4 +1,4 @@
-"""Insertion of nodes into a graph, each with the example and the source that later passes read."""
+"""Edits of a graph: inserted nodes, unused nodes, and outputs that a model only stores."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch.fx.node import map_arg
 from compile_passes.ir import vocabulary
 from compile_passes.ir.graph import SOURCE_METADATA, example, meta_key, run, written_nodes
 from compile_passes.report import log
+
+# Insertion of nodes into a graph, each with the example and the source that later passes read.
 
 
 class NodeInserter:
@@ -65,6 +67,9 @@ class NodeInserter:
         return next((mode for mode in modes if mode is not None), None)
 
 
+# Removal of unused nodes, such as copies of the scores or averages of the weights that the caller
+# ignores.
+
 # Operations that do nothing but compute their result. Others may draw random numbers, check
 # something or write to a tensor.
 _WITHOUT_EFFECT = vocabulary.LAYOUT | set(
@@ -95,6 +100,13 @@ def has_no_effect(node: fx.Node) -> bool:
     known = name in _WITHOUT_EFFECT or vocabulary.raw_name(node) in ("size", "dim", "shape")
     result = example(node)
     return known and isinstance(result, (Tensor, int, float, tuple, list, torch.SymInt))
+
+
+# Outputs of a graph that a model only stores in attributes of its modules, as in
+# `self.attention_map = weights`.
+#
+# Which outputs these are is known to Dynamo while it compiles the graph, and not in the graph
+# itself.
 
 
 class StoredOutputs:

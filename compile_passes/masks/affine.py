@@ -1,9 +1,4 @@
-"""Expressions for one element of a mask in terms of its coordinates: integers that are affine in
-them, and conditions on such integers.
-
-A condition is True, False, `AtMost(a)` (a <= 0), `Not`, `All` or `Any` of conditions, or `Opaque`:
-read from a tensor of unknown content.
-"""
+"""Expressions for one element of a mask, and proofs and arithmetic that are exact in its dtype."""
 
 from __future__ import annotations
 
@@ -21,6 +16,12 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from compile_passes.ir.axes import Axis, Size
 from compile_passes.ir.constants import round_to, stored_value
 from compile_passes.ir.graph import Value, example, meta_key
+
+# Expressions for one element of a mask in terms of its coordinates: integers that are affine in
+# them, and conditions on such integers.
+#
+# A condition is True, False, `AtMost(a)` (a <= 0), `Not`, `All` or `Any` of conditions, or
+# `Opaque`: read from a tensor of unknown content.
 
 
 def symbolic(n: Size) -> sympy.Expr:
@@ -241,6 +242,8 @@ def _assume(condition: Condition, x: Element) -> Element:
     return _choice(x.condition, _assume(condition, x.yes), _assume(condition, x.no))
 
 
+# Proofs that integer expressions are exact in a dtype, whatever the symbolic sizes are.
+
 MAX_SIZE = 2**48  # of a dimension: no memory holds a larger tensor
 UNBOUNDED = 2**62  # a range with a higher upper limit is torch's default, not declared
 MAX_OFFSET = 2**61  # assumed limit of a tensor's integer that is added to a position
@@ -316,6 +319,9 @@ class Exactness:
         size = self._env.create_symintnode(expr, hint=None)
         return size.node.has_hint() and size.node.hint <= limit and guard_or_false(size <= limit)
 
+
+# Exact arithmetic on mask elements; None where a tensor's dtype could round the result or wrap it
+# around.
 
 ZERO, ONE = Affine.from_size(0), Affine.from_size(1)
 

@@ -1,7 +1,4 @@
-"""Masks of which a part is a window or an interval of keys, such as a causal mask with padding: the
-part becomes a flag or key ranges, so that masked tiles are skipped, and the rest stays a mask,
-of the keys alone where it does not depend on the query.
-"""
+"""Classification of masks: causal, windows, key intervals, or dense, and masks that are split."""
 
 from __future__ import annotations
 
@@ -58,6 +55,10 @@ from compile_passes.match.match_state import (
 )
 from compile_passes.report import Refused
 
+# Masks of which a part is a window or an interval of keys, such as a causal mask with padding: the
+# part becomes a flag or key ranges, so that masked tiles are skipped, and the rest stays a mask, of
+# the keys alone where it does not depend on the query.
+
 
 class SplitMask(NamedTuple):
     """The window and interval of a mask, and the conditions that they leave; `on_keys` if these are
@@ -110,6 +111,13 @@ def depends(x: object, axes: Group) -> bool:
         return depends(x.conditions, axes)
     return isinstance(x, Iterable) and any(depends(y, axes) for y in x)
 
+
+# Classification of masks: causal, windows, key intervals, or dense.
+#
+# A finite fill (finfo.min, -1e9) is not -inf: a row whose keys are all filled averages every value.
+# Such a fill may become a flag of the operator only where every row provably attends a key.
+# Elsewhere it is kept: as a part of an additive mask where the model adds it, and where it replaces
+# scores by giving empty rows a query of zero and all keys.
 
 MAX_BIAS = 1e3  # a bias made of greater constants may be a mask
 Effects = dict[Term, MaskEffect | None]  # None: not a mask of known content

@@ -1,9 +1,4 @@
-"""Documents packed into one row, as models recognise them in position ids: a new document starts
-where the positions do not count on by one.
-
-`document = (positions.diff() != 1).cumsum(-1)` never decreases along the keys, so the keys of a
-document are an interval, and inside it positions differ as indices do.
-"""
+"""Masks with which each query attends one interval of keys, such as documents in one row."""
 
 from __future__ import annotations
 
@@ -33,6 +28,12 @@ from compile_passes.masks.affine import (
     symbolic,
 )
 from compile_passes.match.match_state import Leaf
+
+# Documents packed into one row, as models recognise them in position ids: a new document starts
+# where the positions do not count on by one.
+#
+# `document = (positions.diff() != 1).cumsum(-1)` never decreases along the keys, so the keys of a
+# document are an interval, and inside it positions differ as indices do.
 
 
 def never_decreases(x: object) -> bool:
@@ -106,6 +107,13 @@ def _with_indices(c: Condition, documents: list) -> Condition:
             constant = Affine.from_size(c.a.constant)
             return at_most(x.coordinates[-1].plus(y.coordinates[-1], -1).plus(constant))
     return c
+
+
+# Masks with which each query attends one interval of keys.
+#
+# A condition on the key j is an interval if its bounds on j do not depend on j: causal masks with
+# an offset that is known only at run time, windows, chunks (i // c == j // c), prefixes, documents
+# numbered by a cumulative sum.
 
 
 class Extreme(NamedTuple):

@@ -1,6 +1,4 @@
-"""The terms of the scores that are masks: which scores each keeps, what the others become, and
-whether several terms together keep a window.
-"""
+"""The terms of the scores that are masks, and masks that are applied to weights again."""
 
 from __future__ import annotations
 
@@ -42,6 +40,9 @@ from compile_passes.match.match_state import (
 )
 from compile_passes.match.zero_one import is_zero_or_one, number_beside_zeros
 from compile_passes.report import Refused
+
+# The terms of the scores that are masks: which scores each keeps, what the others become, and
+# whether several terms together keep a window.
 
 Term = BiasTerm | FillTerm
 Window = tuple[int | None, int | None]
@@ -206,6 +207,9 @@ def every_row_attends(window: Window, site: AttentionSite) -> bool:
         return True
     i, j = single_axis(site.queries), single_axis(site.keys)
     return is_nonnegative(j.size - i.size)
+
+
+# The mask of the scores that is applied to the weights again, after the softmax.
 
 
 def mask_applied_twice(

@@ -1,6 +1,4 @@
-"""Rules for symbolic evaluation: the element of a result in terms of the elements of its inputs, or
-None where it cannot be expressed.
-"""
+"""Symbolic evaluation of masks: one element as an expression of its coordinates, and its rules."""
 
 from __future__ import annotations
 
@@ -35,6 +33,9 @@ from compile_passes.masks.affine import (
     negate,
     reads_tensors,
 )
+
+# Rules for symbolic evaluation: the element of a result in terms of the elements of its inputs, or
+# None where it cannot be expressed.
 
 
 def broadcast_coordinates(x: Value, at: Coordinates) -> Coordinates:

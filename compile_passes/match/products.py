@@ -1,4 +1,4 @@
-"""Products of two tensors as labelled contractions: matmul, einsum, linear, a sum of a product."""
+"""Products of two tensors as labelled contractions, and the alignment of operands with scores."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from compile_passes.ir.vocabulary import LAYOUT
 from compile_passes.match.match_state import Leaf, Tracked
 from compile_passes.report import Refused
 from compile_passes.rewrites.einsums import parsed
+
+# Products of two tensors as labelled contractions: matmul, einsum, linear, a sum of a product.
 
 Labels = tuple[str | None, ...]
 
@@ -171,6 +173,9 @@ def _checked(a: Value, b: Value, la: tuple, lb: tuple, lo: tuple) -> Contraction
     lb = tuple(None if is_one(n) else x for x, n in zip(lb, b.shape, strict=True))
     lo = tuple(None if is_one(sizes[x]) else x for x in lo)
     return Contraction(a, b, la, lb, lo, sizes)
+
+
+# Aligning operands and reductions with the dimensions of scores and weights.
 
 
 def other_operand(value: Value, name: str) -> object:

@@ -179,6 +179,10 @@ RULES = {
 }
 
 
+# Rules for guards of rows without keys: weights are set to 0 where they are NaN, or where all
+# scores of the row are -inf. The operator gives 0 there.
+
+
 def hidden_scores(value: Value, s: MatchedScores, name: str) -> State:
     """scores == -inf"""
     if constant_value(other_operand(value, name)) != -math.inf:

@@ -1,9 +1,4 @@
-"""Inlining of `F.multi_head_attention_forward`, which Dynamo captures as one call.
-
-torch's own function is traced with the arguments of the call, so that every option keeps its
-meaning. The traced operations are inserted before the call. If the pass fuses them they replace the
-call; otherwise they are erased and the call is left unchanged.
-"""
+"""Calls of torch that are attention, inlined: `F.multi_head_attention_forward` and SDPA."""
 
 from __future__ import annotations
 
@@ -35,6 +30,12 @@ from compile_passes.ir.inlined_call import (
 )
 from compile_passes.ir.vocabulary import bind, operation, raw_name, read_elsewhere
 from compile_passes.report import Refused, internal_error, log
+
+# Inlining of `F.multi_head_attention_forward`, which Dynamo captures as one call.
+#
+# torch's own function is traced with the arguments of the call, so that every option keeps its
+# meaning. The traced operations are inserted before the call. If the pass fuses them they replace
+# the call; otherwise they are erased and the call is left unchanged.
 
 FORWARD = F.multi_head_attention_forward
 # Operators that modules of torch.nn call in eval mode without gradients.
@@ -160,6 +161,12 @@ def _modes(call: fx.Node) -> Iterator[None]:
     with autocast, torch.set_grad_enabled(out.requires_grad):
         yield
 
+
+# Calls of `F.scaled_dot_product_attention`, as a function or an operator, and of the operators of
+# its kernels, written out as products, scale, mask, softmax and dropout.
+#
+# Its causality is aligned at the top left: query i attends the keys up to i. With fewer queries
+# than keys the call therefore reads only as many keys as there are queries.
 
 NAME = "scaled_dot_product_attention"
 MATH = "_scaled_dot_product_attention_math"

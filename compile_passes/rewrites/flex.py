@@ -227,6 +227,13 @@ def _is_tensor(x: object) -> bool:
     return isinstance(x, fx.Node) and isinstance(example(x), Tensor)
 
 
+# The mask of a FlexAttention call whose BlockMask is known at run time only.
+#
+# The lists of a BlockMask name the blocks of keys that each block of queries attends: those in
+# which mask_mod applies, and full ones, in which it does not. The mask is computed from both, so
+# that no call depends on how the lists were made.
+
+
 def kept_by_blocks(
     inserter: NodeInserter, kept: fx.Node, indices: list[fx.Node], block_mask: tuple
 ) -> fx.Node:
@@ -284,6 +291,10 @@ def _listed(
         listed = inserter.method("index_select", listed, dim, block)
     return listed
 
+
+# Whether the lists of a BlockMask are those that `create_block_mask` makes of its mask_mod, in the
+# same graph: blocks without a kept element are left out, and full ones have nothing else. Then
+# mask_mod alone decides.
 
 INDICES = 4  # of batch, head, query and key: the first arguments of a mask_mod
 _ORDER = (0, 1, 2, 4, 3, 5)  # blocks of queries and keys before the elements of a block

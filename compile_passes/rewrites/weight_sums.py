@@ -1,6 +1,4 @@
-"""Products of a sum of attention weights with a value, as in differential attention, written as the
-sum of the products: (a - c * b) @ v = a @ v - c * b @ v.
-"""
+"""Sums and quotients of attention weights, written so that each weight meets its value."""
 
 from __future__ import annotations
 
@@ -20,6 +18,9 @@ from compile_passes.ir.graph import example
 from compile_passes.ir.strides import restride
 from compile_passes.ir.vocabulary import bind, operation
 from compile_passes.rewrites.rewritten_nodes import RewrittenNodes, attempt, replace
+
+# Products of a sum of attention weights with a value, as in differential attention, written as the
+# sum of the products: (a - c * b) @ v = a @ v - c * b @ v.
 
 PRODUCTS = ("matmul", "einsum")
 _FACTORS = ("mul", "div", "neg", "cast", "copy", "dropout")  # what weights pass through
@@ -142,6 +143,11 @@ def _row_labels(product: fx.Node) -> tuple[str, str] | None:
     left, out = product.args[0].replace(" ", "").split("->")
     return left.split(",")[0][:-1], out
 
+
+# Attention weights that are divided by their sum over the keys, as in ConViT: (w / sum(w)) @ v = (w
+# @ v) / sum(w). A softmax sums to 1, so that no weights are read for it. Any other sum is one more
+# feature of the product, whose values are ones. A softmax times a gate that is an exponential or a
+# sigmoid is that of the scores plus the logarithm of the gate.
 
 # Operations whose result is a new tensor, so that a division in place changes no other.
 _NEW_TENSORS = ("softmax", "add", "sub", "mul", "div")

@@ -1,7 +1,4 @@
-"""Writes to a part of the scores, as operations on all of them: `s[..., 9:] = -inf` and
-`s.diagonal(0, -2, -1).fill_(-inf)` are masks, `s[:, :, 1:, 1:] += bias` adds a bias that is padded
-with zeros.
-"""
+"""Writes in place to scores, to a part of them or through a view, as operations without writes."""
 
 from __future__ import annotations
 
@@ -18,6 +15,10 @@ from compile_passes.ir.graph import example, run
 from compile_passes.ir.vocabulary import bind, operation, raw_name
 from compile_passes.report import log
 from compile_passes.rewrites.rewritten_nodes import RewrittenNodes, RewrittenWrite, attempt
+
+# Writes to a part of the scores, as operations on all of them: `s[..., 9:] = -inf` and
+# `s.diagonal(0, -2, -1).fill_(-inf)` are masks, `s[:, :, 1:, 1:] += bias` adds a bias that is
+# padded with zeros.
 
 # Operations whose result is a new tensor, not a view of another.
 _NEW_TENSORS = frozenset("matmul einsum baddbmm mul div add sub neg tanh masked_fill where".split())
@@ -280,6 +281,10 @@ def _replaced(
         node.graph.erase_node(node)
     return RewrittenWrite(write.target, inserter.nodes, out, removed=removed)
 
+
+# Operations in place on a view of a new tensor, as operations on the tensor: after `scores.view(B *
+# H, S, S).add_(bias)` the scores are that sum viewed as before, and `scores[..., n:].fill_(-inf)`
+# is `scores[..., n:] = -inf`.
 
 # Operations in place, and the functions of the same arguments.
 _METHODS = {f"{name}_": name for name in "add sub mul div masked_fill clamp tanh".split()}

@@ -165,6 +165,8 @@ def main(
         report.write_json(json, device, "accuracy", found)
 
 
+# Inputs whose attention is computed to measure errors: a few queries and many keys.
+
 FACTOR = 20.0  # of outliers
 
 

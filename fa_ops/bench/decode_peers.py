@@ -1,8 +1,4 @@
-"""FlashInfer over pages, and with 8-bit products, for the benchmarks.
-
-Its wrappers plan a problem before any call is timed. Calls write into an output that is allocated
-once, as the wrappers would otherwise fill a new one with zeros.
-"""
+"""What decoding is compared with: FlashInfer, flash-attn, FlexAttention and SDPA."""
 
 from __future__ import annotations
 
@@ -27,6 +23,11 @@ from fa_ops.bench.peers import (
 )
 from fa_ops.cli import options
 from fa_ops.plans import dispatch
+
+# FlashInfer over pages, and with 8-bit products, for the benchmarks.
+#
+# Its wrappers plan a problem before any call is timed. Calls write into an output that is allocated
+# once, as the wrappers would otherwise fill a new one with zeros.
 
 _WORKSPACE = 512 * 2**20  # bytes for the results of parts of the keys
 
@@ -133,6 +134,9 @@ def flashinfer_scaled_call(
         return out.view(B, S, Hq, D)
 
     return call
+
+
+# The implementations of the decoding benchmark, each with the cache layout it prefers.
 
 
 def _ours(backend: str | None) -> list[Implementation]:

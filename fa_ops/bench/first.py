@@ -231,6 +231,8 @@ def main(
         report.write_json(json, "cuda", "first", records(sum(measured, [])))
 
 
+# Families of shapes whose first calls are measured; calls of a family differ in length only.
+
 DTYPE = torch.bfloat16
 
 

@@ -67,7 +67,7 @@ def pages(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> No
 
 def paged(q: Tensor, k: Tensor, v: Tensor, packing: Packing, cache: Cache, spec: Spec) -> None:
     """Raise ValueError or TypeError unless the arguments make a legal call of packed queries over
-    pages, in addition to what `varlen.pages` has checked."""
+    pages, in addition to what `functions.varlen` has checked."""
     sequences = cache.page_table.shape[0]
     pages(q, k, v, ("key", "value"))
     checks.integers(q, "cu_seqlens_q", packing.cu_seqlens_q)

@@ -1,4 +1,4 @@
-"""Memory overlap of strided tensors, computed from their addresses alone."""
+"""Memory of caches: whether tensors overlap, and whether a cache may be written to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from fa_ops.call.call import CacheTensors, Run
 from fa_ops.call.checks import need
 from fa_ops.call.options import Cache
+
+# Memory overlap of strided tensors, computed from their addresses alone.
 
 
 class Runs(NamedTuple):
@@ -102,6 +104,9 @@ def _starts(runs: Runs) -> Tensor:
     for step, count in runs.steps:
         starts = (starts + torch.arange(count)[:, None] * step).flatten()
     return starts
+
+
+# Checks of the memory that the two caches of an append may share.
 
 
 def check(k: Tensor, v: Tensor, new: Cache | CacheTensors) -> None:

@@ -1,4 +1,4 @@
-"""Plain data shared by the public functions, the operators and the backends."""
+"""The options of a call as plain data, and facts that follow from shapes and addresses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+# Plain data shared by the public functions, the operators and the backends.
 
 # Limits of the GPU kernels, on which backends, compile_passes and hf_integration decide.
 MAX_HEAD_DIM = 512  # of all kernels but those that decode over a latent cache
@@ -220,6 +222,9 @@ def _is_default(value: object, default: object) -> bool:
 
 
 _KEYWORDS = frozenset(Spec._fields) - {"attn_mask", "dropout_p", "is_causal"}
+
+
+# Facts that follow from the shapes, strides and addresses of a call's tensors.
 
 
 def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:

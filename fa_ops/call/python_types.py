@@ -158,8 +158,8 @@ def read_scale(scale: object) -> object:
         )
     if not can_read(scale, waiting=True):
         raise TypeError(
-            "scale must be a number where the value of a tensor cannot be read, as under "
-            f"torch.compile, torch.vmap or CUDA graph capture: {remedy}"
+            "scale must be a number where the value of a tensor cannot be read, as on the meta "
+            f"device and under torch.compile, torch.vmap or CUDA graph capture: {remedy}"
         )
     return float(scale)
 

@@ -221,6 +221,8 @@ class Tally:
         ]
 
 
+# Random calls by number, and the outcome of comparing each with the oracle.
+
 # repeated over the numbers of families
 KINDS = ("dense", "packed", "dense", "cached", "dense", "quantized")
 MAX_DRAWS = 2000  # draws that a backend may refuse before the search for a valid one fails
@@ -380,6 +382,8 @@ def strict(target: Target) -> Iterator[None]:
                 patches.enter_context(mock.patch.object(module, name, lambda *_, **__: None))
         yield
 
+
+# Worker processes that run random calls in parallel, and are replaced if they crash or hang.
 
 TIMEOUT = 100.0  # seconds for a case, including compilation and the start of the process
 

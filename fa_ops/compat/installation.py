@@ -1,4 +1,4 @@
-"""Kernels of aten operators that hand what they cannot do to the kernel that was there before."""
+"""The packages that stand in for others, where imports find them, and replaced aten kernels."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 from torch import DispatchKeySet
+
+# Kernels of aten operators that hand what they cannot do to the kernel that was there before.
 
 _REFUSALS = (NotImplementedError, ValueError, TypeError)
 _said: set[tuple[str, str]] = set()
@@ -53,6 +55,8 @@ class Replacement:
             _said.add((self._operator, kind))
             warnings.warn(f"torch's own kernel runs {self._operator}: {error}", stacklevel=2)
 
+
+# Put the packages of this folder where `import flash_attn` finds them.
 
 _FLASH = "fa_ops.compat.flash_attn"
 _FLASH_3 = "fa_ops.compat.flash_attn_interface"

@@ -1,9 +1,4 @@
-"""The choice of a scheme, from shapes, numbers of processes and the rate of the link.
-
-Times are estimated for the forward pass, from the pairs of queries and keys that each process
-attends in each step and from the keys that it receives. All processes estimate the times of all
-processes, so that all choose the same.
-"""
+"""The choice of a scheme by its cost, and layouts that give all processes equal work."""
 
 from __future__ import annotations
 
@@ -24,6 +19,13 @@ from fa_ops.distributed.ulysses import split_error
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+# The choice of a scheme, from shapes, numbers of processes and the rate of the link.
+#
+# Times are estimated for the forward pass, from the pairs of queries and keys that each process
+# attends in each step and from the keys that it receives. All processes estimate the times of all
+# processes, so that all choose the same.
 
 
 class Rates(NamedTuple):
@@ -216,6 +218,9 @@ def _all_to_all(pairs: float, sizes: Sizes, size: int, rates: Rates) -> float:
     latency = 2 * rates.latency if size > 1 else 0.0
     compute = pairs / size * sizes.pair_flops / rates.flops
     return compute + moved / rates.link + copies / rates.memory + latency
+
+
+# Layouts that give all processes equal work under any mask.
 
 
 def balanced_layout(

@@ -64,6 +64,14 @@ def row_words(
     return dropout.from_key(words, -start)
 
 
+# Dropout of packed queries over gathered keys, of whose sequences a process knows its own alone.
+#
+# A weight is numbered by its query and its key in the packed whole, so that it is dropped or kept
+# for any number of processes alike. The operator for packed sequences numbers weights in each
+# sequence; the one for dense calls takes a word for each row, and key ranges in place of
+# cu_seqlens.
+
+
 class PackedDropout(NamedTuple):
     """What the queries of a process attend and drop."""
 

@@ -322,6 +322,8 @@ def _layout_of(
     return (zigzag_layout if zigzag else contiguous_layout)(tokens, size)
 
 
+# Functions that exchange messages run outside the graphs of torch.compile.
+
 _waiting: list[Callable[[], None]] = []  # for the compiler to be imported
 
 

@@ -1,4 +1,4 @@
-"""A limit on how long a GPU waits for another process, which the waits of streams do not have."""
+"""Memory of one host's GPUs that processes share, and a limit on how long they wait."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup
 
 from fa_ops.backends.hopper.runtime import launch
 from fa_ops.distributed import peer_protocol
+
+# A limit on how long a GPU waits for another process, which the waits of streams do not have.
 
 _OF_THIS_THREAD = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -77,6 +79,9 @@ def _end(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     os.abort()
 
+
+# Memory of the GPUs of one host that all processes of a group can read, by torch's symmetric
+# memory, with copies by the copy engines and counters that streams themselves write and await.
 
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, of the signed difference
 _FENCED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: after a fence of what the stream has written

@@ -184,6 +184,8 @@ def _moved(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
 
 
+# The operator's calls in a step, by their plans where the dispatcher would have nothing to do.
+
 _merging: dict[tuple, Run] = {}
 
 

@@ -218,6 +218,11 @@ def _elements(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
+# The operator on the whole sequence with some of the heads, after an all-to-all of heads.
+#
+# Masks are those of the whole sequence, and so every option works as on one device.
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, mask: Mask, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -292,6 +297,12 @@ def _row(x: object, row: slice) -> object:
     per_row = isinstance(x, Tensor) and (x.dtype == torch.int32 or x.dim() == 2) and len(x) > 1
     return x[row] if per_row else x
 
+
+# Attention of packed queries over gathered keys, some key heads at a time.
+#
+# While some heads are attended, those of the next piece are gathered. Each process knows only the
+# mask of its own queries. In the backward pass keys and values are gathered again, and the owner of
+# keys sums their gradients in float32.
 
 Packing = tuple[Tensor, Tensor, int, int]
 

@@ -1,4 +1,4 @@
-"""Routes calls of attention_varlen with pages or with scales of e4m3 tensors."""
+"""attention_varlen over keys in pages or of e4m3 tensors, by one kernel or by tiles of queries."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from fa_ops.ops import library
 from fa_ops.ops.library import Route
 from fa_ops.plans import dispatch, planning
 
+# Routes calls of attention_varlen with pages or with scales of e4m3 tensors.
+
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, tensors: PackedQuantizedTensors,
@@ -46,6 +48,11 @@ def attend(
         )  # fmt: skip
     return (out, lse) if return_lse else out
 
+
+# attention_varlen over keys in pages.
+#
+# One kernel computes it where a backend has one (`paged_kernel`). Elsewhere it is attention over a
+# cache, whose rows are tiles of queries (`query_tiles`).
 
 MAX_KEYS = 2**31 - 1  # of all sequences: cu_seqlens are int32
 _NO_GRADIENT = (
@@ -196,6 +203,8 @@ def _no_keys(query: Tensor) -> Tensor:
     return query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=dtype)
 
 
+# Attention of packed queries over pages by one kernel, where a backend has it.
+
 BACKEND = "hopper"  # which has the kernel
 
 _LIMIT = 1024
@@ -326,6 +335,15 @@ def _is_direct(query: Tensor, key: Tensor, value: Tensor, tensors: PagedTensors)
         with library.without_autocast():
             route = library.route_of(query, key, value, *tensors)
     return route is Route.DIRECT
+
+
+# Packed queries as rows of equal length, for attention over a cache.
+#
+# Kernels for caches take rows (B, H, S, D). A packed batch becomes such rows, tiles, without
+# padding each sequence to the longest one: a sequence of n queries has ``ceil(n / size)`` tiles,
+# whose last query is the last of its part. A tile under a causal mask sees a shorter cache, which
+# ends at the position of its last query. The number of tiles follows from shapes, so nothing is
+# waited for.
 
 
 class Tiles(NamedTuple):

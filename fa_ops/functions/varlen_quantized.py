@@ -193,6 +193,12 @@ def _smaller(most: int | None, tokens: int) -> int:
     return tokens if most is None else min(most, tokens)
 
 
+# Packed sequences as a batch of rows of equal length, where no kernel takes them packed.
+#
+# The last query of a sequence is the last one of its row, so that causal masks and windows, which
+# count from the end, are those of the sequence.
+
+
 class Rows(NamedTuple):
     """Tensors (B, H, S, D) of packed sequences, and how many keys each of them has."""
 

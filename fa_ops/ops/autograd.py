@@ -1,4 +1,4 @@
-"""The Autograd kernels of attention, shared by the dense and the packed operators."""
+"""The Autograd kernels of attention, and results that have no gradient."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from fa_ops.call.options import NO_TENSORS, DenseTensors, Gradients, keywords
 from fa_ops.ops import library
 from fa_ops.plans import planning
 from fa_ops.plans.planning import Prepared, Repeatable
+
+# The Autograd kernels of attention, shared by the dense and the packed operators.
 
 
 class Operators(NamedTuple):
@@ -211,6 +213,9 @@ def backward_kernel(operator: OpOverload) -> Callable:
         return operator.redispatch(keyset & library.AFTER_AUTOGRAD, *args, **options)
 
     return kernel
+
+
+# Results whose gradients raise NotImplementedError instead of being missing.
 
 
 def undifferentiable(message: str, inputs: Sequence[Tensor], *results: Tensor) -> tuple:

@@ -1,7 +1,4 @@
-"""Runs `attention` and `attention_varlen` once their arguments are collected.
-
-A plan runs eager calls that need not go through PyTorch's dispatcher; the operator runs all others.
-"""
+"""Eager calls: how one is run, by a plan or by its operator, and what the last one like it used."""
 
 from __future__ import annotations
 
@@ -19,6 +16,11 @@ from fa_ops.ops import autocast, autograd, dense, library, varlen
 from fa_ops.ops.library import Route
 from fa_ops.plans import planning
 from fa_ops.plans.planning import Latest, Prepared
+
+# Runs `attention` and `attention_varlen` once their arguments are collected.
+#
+# A plan runs eager calls that need not go through PyTorch's dispatcher; the operator runs all
+# others.
 
 
 def attend(
@@ -76,6 +78,8 @@ def _described(
     packing, spec = varlen.bind(*args, **options)
     return Call(PACKED, query, key, value, spec, packing)
 
+
+# The route of an eager call, and the plan that runs it if there has been a call like it.
 
 # read on every call
 _is_grad_enabled = torch.is_grad_enabled

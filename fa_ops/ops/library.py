@@ -1,4 +1,4 @@
-"""Actions that wait until a module is imported, for parts of torch that not everyone uses."""
+"""The one Library, the schemas, and every private torch name the operators need."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from torch.library import Library
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from fa_ops.tracing import PLAIN, in_functorch, is_dispatched
+
+# Actions that wait until a module is imported, for parts of torch that not everyone uses.
 
 
 class _AfterImport(MetaPathFinder):
@@ -64,6 +66,8 @@ def after_import(name: str, action: Callable[[], object]) -> None:
     else:
         sys.meta_path.insert(0, _AfterImport(name, action))
 
+
+# The operators' schemas and library, and every private torch name that they need.
 
 TAGS = (Tag.pt2_compliant_tag,)
 

@@ -1,9 +1,4 @@
-"""The vmap rules: the mapped dimension is folded into the batch or the heads.
-
-Folding into the batch is right unless sinks are mapped or need a gradient per sample; folding into
-the heads is right unless lengths are mapped. If neither is right, and under dropout (whose mask
-depends on batch and head), the operator runs once per sample.
-"""
+"""Rules for other parts of PyTorch: vmap, FLOP counting, checkpointing, DTensor, Inductor."""
 
 from __future__ import annotations
 
@@ -26,6 +21,12 @@ from fa_ops.ops import (
 )
 from fa_ops.ops.axes import BATCH, HEADS
 from fa_ops.ops.library import after_import
+
+# The vmap rules: the mapped dimension is folded into the batch or the heads.
+#
+# Folding into the batch is right unless sinks are mapped or need a gradient per sample; folding
+# into the heads is right unless lengths are mapped. If neither is right, and under dropout (whose
+# mask depends on batch and head), the operator runs once per sample.
 
 
 class _Fold:

@@ -1,4 +1,4 @@
-"""Buffers with margins around each tensor, which reveal writes outside a kernel's outputs."""
+"""Memory of results under test: buffers with margins, and uninitialised memory full of NaN."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
+
+# Buffers with margins around each tensor, which reveal writes outside a kernel's outputs.
 
 MARGIN = 1 << 14  # minimal bytes on either side; a larger tensor has margins of its own size
 FILL = 0xFF  # NaN in every float dtype, -1 in integers: reading a margin changes results too
@@ -93,6 +95,8 @@ def _span(x: Tensor) -> int:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
 
+
+# Replace every function by which a backend allocates uninitialised memory, or fill it with NaN.
 
 _TORCH = [
     (torch, "empty"),

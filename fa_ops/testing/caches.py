@@ -309,6 +309,12 @@ def _noise_of_scales(case: CacheCase, spec: Spec, cache: Cache) -> float:
     return product * cache.k_scale.nan_to_num().max().item() * torch.finfo(case.dtype).eps / 12**0.5
 
 
+# The meaning of calls over a cache with lengths or pages that lie outside the cache.
+#
+# Where the host does not check them (docs/decode.md), lengths are clamped to the capacity, new keys
+# beyond it are not written, and keys in pages that do not exist are masked out.
+
+
 def first_invalid_value(k: Tensor, cache: Cache, spec: Spec) -> str | None:
     """The beginning of the error that a backend that checks lengths and pages must raise."""
     new = 0 if cache.key is None else cache.key.shape[2]

@@ -314,6 +314,9 @@ def random_case(seed: int, **fixed) -> Case:
     return dataclasses.replace(Case(), **(fields | fixed))
 
 
+# Masks some of whose tiles are empty or full, as `mask_blocks` finds them.
+
+
 def fill_some(mask: Tensor, g: torch.Generator) -> None:
     """Mask a third of the tiles of a mask out, in place, and make a third change no score."""
     lowest, highest = (False, True) if mask.dtype == torch.bool else (-torch.inf, 0.0)
@@ -323,6 +326,8 @@ def fill_some(mask: Tensor, g: torch.Generator) -> None:
         kinds = kinds.repeat_interleave(MASK_BLOCK, dim).narrow(dim, 0, size)
     mask.masked_fill_(kinds == 0, lowest).masked_fill_(kinds == 1, highest)
 
+
+# Memory layouts of (B, H, S, D) inputs: contiguous, permuted, sliced, expanded, overlapping.
 
 LAYOUTS = ("bhsd", "bshd", "packed", "expanded", "heads", "rows", "frames")
 GRAD_LAYOUTS = ("bhsd", "bshd", "ones", "rows", "frames")

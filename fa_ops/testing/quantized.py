@@ -225,6 +225,8 @@ def _rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item() if x.numel() else 0.0
 
 
+# The sequences of a problem with 8-bit products, packed: their results are those of its rows.
+
 GAP = 2  # tokens before the first sequence and after the last
 
 

@@ -19,6 +19,8 @@ from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS, Case, PackedCase
 from fa_ops.testing.nan_isolation import NUMBERS, OPERANDS
 from fa_ops.testing.quantized import QuantizedCase
 
+# Random edge cases: extreme options, NaN and Inf, invalid lengths, unusual strides.
+
 Pick = Callable[[Sequence], Any]
 AnyCase = Case | PackedCase | CacheCase | QuantizedCase
 

@@ -72,6 +72,9 @@ def _head_dim(layer: nn.Module) -> int | None:
     return getattr(layer, "head_dim", None) or (width // heads if heads and width else None)
 
 
+# Modules of a diffusers model that keep 16-bit products beside "fa_ops_8bit".
+
+
 def keep_16_bit(model: nn.Module, names: Collection[str]) -> None:
     """Give the attention of some modules the backend "fa_ops", in a model with "fa_ops_8bit".
 

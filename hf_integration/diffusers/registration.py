@@ -64,6 +64,12 @@ def _answering_sdpa(set_backend: Callable) -> Callable:
     return wrapper
 
 
+# The default backend that DIFFUSERS_ATTN_BACKEND names, if it is ours.
+#
+# diffusers looks it up in its list of names when attention_dispatch is imported, before our names
+# can be in the list. It is given "native" instead, and `registration` sets the one that was
+# requested.
+
 requested: str | None = None
 if constants.DIFFUSERS_ATTN_BACKEND in (NAME, EIGHT_BIT):
     requested = constants.DIFFUSERS_ATTN_BACKEND

@@ -1,4 +1,4 @@
-"""Memory layouts and dtypes of the CPU engines."""
+"""Scores of a block on the CPU: layouts and dtypes, attended keys, masks, and states of tiles."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from fa_ops.backends import dropout
 from fa_ops.backends.mask_blocks import EMPTY, FULL, listed_states
 from fa_ops.call.options import MASK_BLOCK, Spec, default_scale
+
+# Memory layouts and dtypes of the CPU engines.
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -54,6 +56,8 @@ def four_dims(mask: Tensor) -> Tensor:
     """View a mask that broadcasts to (B, Hq, Sq, Sk) with four dimensions."""
     return mask[(None,) * (4 - mask.dim())]
 
+
+# Tiles of attention scores for the blockwise forward and backward passes.
 
 # Measured on AVX2 with 1 MiB of L2 (docs/performance-cpu.md). ROWS counts the rows of all query
 # heads that share a kv head; a slab has 1 MiB of fp32 scores per thread.
@@ -303,6 +307,12 @@ def cut(x: Tensor, rows: slice, cols: slice) -> Tensor:
     return x if x.shape[-1] == 1 else x[..., cols]
 
 
+# The keys that each query row attends, as one half-open key range per row.
+#
+# Causal masks, windows, `kv_lens` and `key_ranges` each leave a row one range, and so does any
+# combination of them.
+
+
 class KeyRanges(NamedTuple):
     """Row i attends the keys lo <= j < hi; a dead row has lo = Sk and hi = 0.
 
@@ -349,6 +359,8 @@ def attended_ranges(spec: Spec, Sq: int, Sk: int) -> KeyRanges | None:
     dead = hi <= lo
     return KeyRanges(lo.masked_fill(dead, Sk), hi.masked_fill(dead, 0))
 
+
+# The effect of a mask on a tile of scores, from the tile states of `fa::mask_blocks`.
 
 # A blockwise loop takes up to 1.5 times as long as aten's kernel, which visits every tile.
 _SHARE_THAT_PAYS = 0.6

@@ -1,4 +1,4 @@
-"""Packed sequences on CPU: one dense call per group of adjacent sequences of equal lengths."""
+"""Packed sequences and key-value caches on the CPU, by calls of dense attention."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from fa_ops.backends import rotary
 from fa_ops.backends.cpu import dense, scores
 from fa_ops.call.options import Cache, Gradients, Packing, Spec
+
+# Packed sequences on CPU: one dense call per group of adjacent sequences of equal lengths.
 
 
 class Batch(NamedTuple):
@@ -105,6 +107,11 @@ def varlen_backward(
             dsinks += grads.sinks
     return Gradients(dq, dk, dv, sinks=None if dsinks is None else dsinks.to(sinks.dtype))
 
+
+# Attention over a key-value cache on CPU: append, gather, then dense attention.
+#
+# A contiguous cache in the query's dtype is attended in place, up to the longest sequence. Paged
+# and fp8 caches are copied to a dense tensor, which takes memory for the keys in use.
 
 _FP8 = torch.float8_e4m3fn
 

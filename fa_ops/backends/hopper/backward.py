@@ -523,6 +523,8 @@ def kernel_defines(
     }
 
 
+# The gradient of a float mask: a separate kernel that sums broadcast elements in fixed order.
+
 _MASK_PARAMS = struct_layout("backward_mask.cu", "MaskGradientParams").packer()
 _CTAS_A_PROCESSOR = 4
 
@@ -575,6 +577,47 @@ def mask_gradient(
     return torch.empty_like(mask).copy_(sums.view(mask.shape))
 
 
+# The rules for backward passes in which one CTA processes all keys of a head, or in one kernel.
+#
+# Otherwise several CTAs add to the dQ of a head in memory, and separate kernels clear and convert
+# these fp32 sums, in 0.06 ms for 16384 tokens with 2048 features. A CTA with all keys of a head
+# needs neither kernel. But then all CTAs read queries and sums of different heads, once for each
+# block of keys, and the L2 cache must hold them.
+#
+# Time of blocks of keys over that of whole heads on an H200 with 132 multiprocessors, 16384 tokens:
+#
+#     D     keys             sums of all CTAs   keys of a query   ratio
+#     64    128 full         none               128               1.48
+#     64    256 causal       9 MB               128               1.33
+#     64    512 causal       17 MB              256               1.17
+#     64    512 full         17 MB              512               1.04
+#     64    1024 causal      35 MB              512               0.95
+#     64    1024 full        35 MB              1024              0.73
+#     128   256 causal       17 MB              128               1.39
+#     128   512 causal       35 MB              256               1.06
+#     128   512 full         35 MB              512               0.84
+#     128   1024 causal      69 MB              512               0.81
+#
+# Small problems take the time of their launches, which is that of a few steps: one kernel is faster
+# even if most multiprocessors have no work. It reads the results of the forward pass to sum rows,
+# which a CTA does for its own heads before its products, and another kernel does on all
+# multiprocessors. Microseconds on the GPU, in a CUDA graph:
+#
+#     heads  D     tokens            one kernel   row sums apart   blocks of keys, three kernels
+#     8      64    64 full           6.8          7.1              9.4
+#     8      64    128 causal        7.5          7.9              9.6
+#     8      128   128 causal        10.4         9.9              12.2
+#     8      64    256 causal        15.2         15.1             12.3
+#     8      64    256 full          17.5         17.3             12.1
+#     48     64    256 full          18.2         18.3             16.0
+#     96     64    197 full          18.5         18.8             23.3
+#     32     64    4096 x 77 full    119.8        102.2            109.0
+#     256    64    1024 x 77 full    75.7         73.2             127.8
+#     1024   64    512 causal        306.6        301.4            367.8
+#     1024   128   256 causal        218.8        220.4            321.5
+#
+# The host needs about 15 us less for one kernel than for three.
+
 _BLOCK = 128  # keys of a CTA at a time
 # steps of 128 queries, 128 keys and 64 features that a CTA may have, and the least part of the
 # multiprocessors that have work
@@ -626,6 +669,24 @@ def prefers_own_row_sums(
     rows = (Hq // key[1] * -(-heads // processors) - B * Hq / processors) * Sq
     return rows * 2 * 2 * Dv <= _OWN_BYTES
 
+
+# The rule for backward passes that are faster by pairs of CTAs than in two passes.
+#
+# Pairs execute five products for each block of queries and keys, two passes execute seven. But
+# pairs add to fp32 sums of dQ, which are cleared, written and read once for each query, so that
+# pairs are faster only if queries attend many keys. If there are few tiles of queries, the pass for
+# dQ leaves multiprocessors idle, and fewer keys are enough. Pairs leave some idle if blocks of keys
+# are few and of unequal lengths.
+#
+# Time of two passes over that of pairs, D 256 on an H200 with 132 multiprocessors:
+#
+#     queries, heads   keys of a query   ratio
+#     16384 x 8        256 / 1024        0.82 / 0.94
+#     16384 x 8        2048 / 3072       0.99 to 1.00
+#     16384 x 8        4096 to 16384     1.03 to 1.08
+#     4096 x 8         2048              0.98; heads in one group 1.19
+#     2048 x 8         1024              1.20; heads in one group 1.77
+#     1024 x 8         512, causal       0.88: 64 pairs at once, for the time of the longest
 
 _TILE = 128  # queries of a CTA of the pass for dQ
 _KEYS = 1024  # that a query must attend for each tile of queries of a multiprocessor

@@ -523,8 +523,8 @@ def backward_config(
     """The backward's tiles.
 
     `few_registers`: a mask's bits, dropout or a softcap take registers. `prefers_pairs`: whether
-    pairs of CTAs are faster where both are possible, see `pairs.py`. `skips_tiles`: as the
-    forward's. `whole_heads`: whether a CTA for all keys of a head is faster, see `whole_heads.py`;
+    pairs of CTAs are faster where both are possible, see `backward.py`. `skips_tiles`: as the
+    forward's. `whole_heads`: whether a CTA for all keys of a head is faster, see `backward.py`;
     it adds in the same order every time. `sums_rows`: it needs no other kernel before it.
     `differs_by_row`: key ranges, lengths or ALiBi.
     """

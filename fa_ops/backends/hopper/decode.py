@@ -448,6 +448,11 @@ _family = functools.lru_cache(maxsize=256)(DecodeFamily)
 _plan = functools.lru_cache(maxsize=1024)(DecodePlan)
 
 
+# New keys and values of a cached call, written before a kernel attends them; queries rotated.
+#
+# One launch does all of it. Lengths and pages are read on the device alone, so a captured CUDA
+# graph serves every length.
+
 _APPEND_LAYOUT = struct_layout("append.cu", "AppendParams")
 _SIZES = _APPEND_LAYOUT.packer("q_strides")
 # addresses that may be null, behind that of `ends`, and the tensors there

@@ -48,6 +48,8 @@ from fa_ops.call.options import (
     rows_are_aligned,
 )
 
+# Attention with 8-bit products on sm_90a: tensors are brought into 8 bits, then attended.
+
 _PARAMS = struct_layout("quantized.cu", "QuantizedParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("out", "tile_counter"), _PARAMS.packer("B", "scale_log2")
 _NO_SEQUENCES = bytes(_PARAMS.size - _PARAMS.fields["pages"].offset)  # of packed calls alone

@@ -167,6 +167,11 @@ def lanes(features: int) -> int:
     return 8 if features <= 64 else 16 if features <= 128 else 32
 
 
+# e4m3 query, key and value with their scales, as the kernel with 8-bit products reads them.
+#
+# Query and key are read where they lie; values are transposed, and scales repeated, in a launch of
+# their own.
+
 _E4M3_PARAMS = struct_layout("prepare_e4m3.cu", "ScaledParams")
 _E4M3_ADDRESSES, _SCALARS = _E4M3_PARAMS.packer("v", "kv_lens"), _E4M3_PARAMS.packer("v_strides")
 
@@ -230,6 +235,11 @@ def e4m3_defines(Dv: int) -> dict[str, int]:
     """The macros of the kernel."""
     return {"IS_BF16": 1, "VALUE_LANES": lanes(Dv)}
 
+
+# e4m3 tensors of packed sequences, as the kernel with 8-bit products reads them.
+#
+# Query and key are read where they lie, also in pages; values are transposed, and scales repeated,
+# in a launch of their own, which also writes where each sequence's keys lie.
 
 _SEQUENCES_LAYOUT = struct_layout("prepare_e4m3.cu", "ScaledPackedParams")
 _SEQUENCES_SIZES = _SEQUENCES_LAYOUT.packer("v_strides")
@@ -313,6 +323,10 @@ def packed_e4m3_defines(Dv: int, is_paged: bool) -> dict[str, int]:
     """The macros of the kernel."""
     return {"IS_BF16": 1, "VALUE_LANES": lanes(Dv), "IS_PAGED": int(is_paged)}
 
+
+# Conversion of e4m3 caches to 16 bits for prompts, whose products take many times as long.
+#
+# The keys of each row of the batch are converted in every call, into memory of its own.
 
 E4M3 = torch.float8_e4m3fn
 _DEQUANTIZE_LAYOUT = struct_layout("dequantize.cu", "DequantizeParams")

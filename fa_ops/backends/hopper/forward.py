@@ -65,6 +65,8 @@ from fa_ops.call.options import (
     rows_are_aligned,
 )
 
+# Dense forward on sm_90a, following FlashAttention-3: one launch for each call.
+
 # maps and addresses; strides and scalars; dropout, pages, a mask's lists, a bias
 _PARAMS = struct_layout("forward_rows.cuh", "ForwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("q", "v_rows"), _PARAMS.packer("q_strides", "mask_range")
@@ -418,6 +420,8 @@ def _kernel_of(config: Config | WideConfig, device: int, **features) -> Kernel:
 _plan = functools.lru_cache(maxsize=1024)(ForwardPlan)
 
 
+# Merges the results of the forward kernel for parts of the keys.
+
 _THREADS, _ROWS = 256, 8  # a warp for each row
 _COMBINE_PARAMS = kernel_layout("forward_combine.cu", "forward_combine")
 
@@ -466,6 +470,8 @@ class Combine:
         self._kernel.launch(self._grid, stream, params[1], dependent=True)
         self._params.give_back(params)
 
+
+# The tiling of a forward pass: heads of a group that share a tile, and splits of the keys.
 
 MAX_SPLITS = 32  # parts of the keys: a lane of the merging warp has one
 _MAX_PART_BYTES = 256 << 20  # of the results of all parts
@@ -567,6 +573,12 @@ def _ways(
             return
 
 
+# More queries of a kv head than decoding attends at once: the dense forward kernel over a cache.
+#
+# It looks pages up in their table. Where tiles of queries are too few for the device, each attends
+# a part of the keys (`tiling`). e4m3 caches are converted first.
+
+
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
     """Why the kernel cannot attend such a cache, or None."""
     if spec.key_ranges is not None:
@@ -623,6 +635,9 @@ def prepare_cached(call: Call) -> Run:
 def _by_head(k: Tensor, v: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
     """The cache with heads before tokens; in pages the tokens come first."""
     return (k, v) if table is None else (k.transpose(1, 2), v.transpose(1, 2))
+
+
+# Packed queries over keys in pages: the forward kernel, whose tiles look up their sequences.
 
 
 def paged_error(call: Call) -> str | None:

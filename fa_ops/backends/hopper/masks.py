@@ -100,6 +100,11 @@ def _row_bytes(columns: int) -> int:
     return (columns + _WIDEST_BLOCK - 1 + 127) // 128 * 16 + 16
 
 
+# Float masks, which are added to the scores: read in place where TMA can read them, else copied.
+#
+# Batches, heads, queries or keys that share a part of the mask read the same memory; nothing is
+# repeated except one block of the queries or keys that share it.
+
 ROWS, _COLUMNS = 64, 128  # of the widest tile that a kernel reads at once
 _FIELDS = struct_layout("masks.cuh", "Bias").packer("data")  # behind the tensor map
 
@@ -162,6 +167,9 @@ def _copied(t: Tensor) -> Tensor:
     return t.new_empty((*outer, -(-columns // unit) * unit))[..., :columns].copy_(t)
 
 
+# `mask_blocks` as kernels read them: struct MaskBlocks of cuda/masks.cuh.
+
+
 class BlockLists(NamedTuple):
     """The layout of a mask's lists, without their address."""
 
@@ -183,6 +191,12 @@ def skipped_lists(spec: Spec) -> BlockLists | None:
         return None
     return BlockLists.of(spec.attn_mask, spec.mask_blocks)
 
+
+# Dropout: a word for each query of each head, written or copied before the kernels that drop.
+#
+# A word is the part of the rule's hash (`backends/dropout.py`) that does not depend on the key, so
+# that kernels compute two of the three rounds for each weight. It depends on the row's batch, head
+# and position, so that kernels need nothing else for packed sequences.
 
 _PARAMS = struct_layout("dropout.cuh", "Dropout").packer()
 _ROW_SEEDS = kernel_layout("dropout.cu", "row_seeds")

@@ -109,6 +109,9 @@ def outside_sequences(tokens: int, ends: Tensor) -> Tensor:
     return (at < ends[0]) | (at >= ends.max())
 
 
+# The backward pass of packed sequences, by the dense kernels as in `packed`.
+
+
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, packing: Packing, spec: Spec,

@@ -173,6 +173,9 @@ def schedule(pid, blocks, heads, wave):
     return inside // width, first + inside % width
 
 
+# The gradient of queries, and the row statistics that the other backward kernels need.
+
+
 @triton.jit
 def locate_queries(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK: tl.constexpr):
     """The work of a program of `query_grad_kernel`, as `forward_kernel.locate` returns it."""
@@ -424,6 +427,9 @@ def query_grad_kernel(
             exact_size(out.dtype.element_ty), EVEN, EXTREME, exact_precision(PRECISION), DIVIDES,
             True,
         )  # fmt: skip
+
+
+# The gradients of keys and values.
 
 
 @triton.jit

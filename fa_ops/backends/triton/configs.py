@@ -1,4 +1,4 @@
-"""Tile tables of the forward kernel, by GPU and head dimension."""
+"""Tiles and compiler options of the Triton kernels, by GPU and head dimension."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 
 from fa_ops.backends.triton.arguments import Class, padded
 from fa_ops.backends.triton.launch import INTERPRETED, VERSION
+
+# Tile tables of the forward kernel, by GPU and head dimension.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +198,13 @@ def holds_short_rows(arch: int, tokens: int, head_dim: int, backward: bool) -> b
     return tokens <= 64 and not (backward and head_dim > 32)
 
 
+# Tile tables of the backward kernels, by GPU generation and by the wider of D and Dv.
+#
+# Times are of one H200, bf16, 16384 tokens and 2048 / D heads, at 2k and 8k tokens per sequence;
+# the other generations were only compiled: theirs are the largest tiles that neither spill
+# registers nor exceed shared memory. A `query_tile` has at least as many rows as the
+# `key_value_tile` beside it, which reads whole blocks of the first kernel's row statistics.
+
 # by generation: (query_tile, key_value_tile) for heads to 64, to 128 and to 256 wide
 _HALF = {
     80: (  # 163 KiB of shared memory
@@ -293,6 +302,9 @@ def mask_tile(dtype: torch.dtype, head_dim: int) -> Tile:
     width = padded(head_dim) * dtype.itemsize
     side = 64 if width <= 256 else 32 if width <= 512 else 16
     return Tile(side, side, 4, 1)
+
+
+# Tiles of the decoding kernels: keys per step, warps, stages, and programs per multiprocessor.
 
 
 @dataclasses.dataclass(frozen=True)

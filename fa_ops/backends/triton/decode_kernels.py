@@ -1,8 +1,4 @@
-"""Work ranges of decoding programs: the tiles of all sequences, divided equally (as in Stream-K).
-
-A sequence has a number of tiles of BLOCK_N keys, times its units (see `decode_kernels`). All of it
-is computed from lengths and key ranges on the device.
-"""
+"""The kernels of decoding, and the share of the keys that each of their programs has."""
 
 from __future__ import annotations
 
@@ -23,6 +19,11 @@ from fa_ops.backends.triton.primitives import (
     unpacked,
     with_sink,
 )
+
+# Work ranges of decoding programs: the tiles of all sequences, divided equally (as in Stream-K).
+#
+# A sequence has a number of tiles of BLOCK_N keys, times its units (see `decode_kernels`). All of
+# it is computed from lengths and key ranges on the device.
 
 
 @triton.jit
@@ -109,6 +110,21 @@ def program_of_tile(tile, total, programs):
     """The program whose `work_range` has the tile."""
     programs = tl.minimum(programs, tl.maximum(total, 1)).to(tl.int64)
     return (((tile.to(tl.int64) + 1) * programs - 1) // tl.maximum(total, 1)).to(tl.int32)
+
+
+# Flash-Decoding kernels: few query rows against a long cache, whose keys are split.
+#
+# A program computes the rows of all query heads that share a kv head. A `unit` is a kv head of a
+# sequence, or one of several blocks of its rows, and has a number of tiles of BLOCK_N keys. Tiles
+# are numbered sequence by sequence, unit by unit.
+#
+# STREAM: every program has an equal range of these tiles (as in Stream-K), so sequences of
+# different lengths are balanced, and only numbers read on the device depend on lengths. Units that
+# lie within a range are written to the result; the pieces at its two ends go to slots 2 * pid (it
+# began in an earlier range) and 2 * pid + 1 (it continues in a later one), where
+# `merge_splits_kernel` finds them by the same arithmetic. Otherwise each unit is split alone, into
+# `splits` pieces, or with FIXED into pieces of that many tiles, so that a sequence's bits do not
+# depend on its batch.
 
 
 @triton.jit

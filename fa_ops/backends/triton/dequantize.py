@@ -1,4 +1,4 @@
-"""Launches the conversion of e4m3 caches for prompts, which takes a small part of their time."""
+"""The conversion of e4m3 caches for prompts, which takes a small part of their time."""
 
 from __future__ import annotations
 
@@ -75,6 +75,9 @@ def constants(D: int, page: int, scales: int) -> dict[str, int]:
 def _tokens(D: int) -> int:
     """The number of tokens that a program converts."""
     return _NUMBERS // padded(D)
+
+
+# The kernel that converts an e4m3 cache to the dtype of the query.
 
 
 @triton.jit

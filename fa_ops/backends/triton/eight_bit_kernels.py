@@ -1,9 +1,4 @@
-"""The forward kernel with 8-bit products: the loop of `forward_kernel` without its rare cases.
-
-int8 products accumulate from 0x4B400000, the bits of the float 1.5 * 2**23: as a float, the sum is
-that number plus the product, and no integer is converted. Weights are rounded to e4m3 relative to a
-power of two of the block of keys, and their sum is that of the rounded ones.
-"""
+"""The kernels with 8-bit products, and those that quantise their inputs."""
 
 from __future__ import annotations
 
@@ -23,6 +18,12 @@ from fa_ops.backends.triton.primitives import (
     store_tile,
     tanh,
 )
+
+# The forward kernel with 8-bit products: the loop of `forward_kernel` without its rare cases.
+#
+# int8 products accumulate from 0x4B400000, the bits of the float 1.5 * 2**23: as a float, the sum
+# is that number plus the product, and no integer is converted. Weights are rounded to e4m3 relative
+# to a power of two of the block of keys, and their sum is that of the rounded ones.
 
 WEIGHT_BITS = tl.constexpr(8.0)  # a weight of 1 is rounded as 2**8
 SLACK_BITS = tl.constexpr(4.0)  # from a block's largest weight to what its weights are relative to
@@ -175,6 +176,11 @@ def store_results(
     out += b.to(tl.int64) * Sq * Hq * Dv + h * Dv
     store_tile(out, m0, Hq * Dv, Sq, Dv, acc, Dv == BLOCK_DV)
 
+
+# Kernels that quantise query, key and value to 8 bits, as docs/semantics.md defines it.
+#
+# `statistics_kernel` computes what one scale or mean of a whole row needs, in PARTS partial
+# results; `quantize_kernel` then reads each tensor once and writes its 8-bit numbers and scales.
 
 INLINE = tl.constexpr(not INTERPRETED)
 PARTS = tl.constexpr(16)  # partial results of each row

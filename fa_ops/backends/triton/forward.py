@@ -1,4 +1,4 @@
-"""Launches the forward kernel: attention of dense and of packed tensors."""
+"""The forward kernel and its launch: attention of dense and of packed tensors."""
 
 from __future__ import annotations
 
@@ -180,6 +180,13 @@ def constants(
         "GATHERED": page % tile.block_n != 0,
     }
 
+
+# The forward kernel, after FlashAttention-2 (Dao, arXiv:2307.08691).
+#
+# One program per block of query rows of a head loops over the keys that they attend. Blocks with a
+# row that the loop cannot compute are recomputed exactly: rows with a NaN or Inf in a masked value
+# (0 * NaN), with scores so large that their product with the scale must not be rounded, and rows of
+# a float mask without a score that float32 can hold.
 
 EXACT_ROWS, EXACT_KEYS = tl.constexpr(16), tl.constexpr(16)
 

@@ -229,6 +229,13 @@ def _through_jit(
     return launch
 
 
+# Alignment of rows of 16-bit numbers to 16 bytes, by copies where needed.
+#
+# Aligned rows are prefetched to shared memory in 16-byte copies. Others would take a load per
+# number; worse, K and V then share one buffer, and ptxas 12.8 may form the wgmma descriptor of one
+# of them from a register that it never wrote (fp16, D = 37, Dv = 16 on sm_90: wrong outputs or an
+# illegal address); `tests/compile_only` looks for registers that are read before they are written.
+
 UNITS = ALIGNMENT // 2  # numbers of 2 bytes
 
 

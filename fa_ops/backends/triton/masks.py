@@ -108,6 +108,13 @@ def _read(mask: Tensor, states: Tensor) -> None:
     _launches[key]((states.numel(), 1, 1), args)
 
 
+# Device functions that walk the lists of `fa::mask_blocks`, in steps of a kernel's own blocks.
+#
+# A walk is (at, listed, last, begin, end): the address of a list, how many tiles the mask has in
+# the list's dimension, the index of the last tile of the scores there, and the steps to take. Where
+# the mask has a single tile, all tiles of the scores share it. What lists hold is clamped, so that
+# no address is ever outside the tensors.
+
 TILE = tl.constexpr(MASK_BLOCK)
 
 

@@ -1,4 +1,4 @@
-"""Arguments as flash-attn takes them: numbers of any kind, layouts, strides, windows."""
+"""Arguments as flash-attn takes them: numbers, layouts, windows, used parts, and its weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from fa_ops.backends.dropout import keep_mask
 from fa_ops.call import checks
 from fa_ops.call.options import Packing, dtype_name
 from fa_ops.call.python_types import need_int, need_number, need_tensor
+
+# Arguments as flash-attn takes them: numbers of any kind, layouts, strides, windows.
 
 DENSE, PACKED, PAGES = "(B, S, H, D)", "(T, H, D)", "(pages, page_size, H, D)"
 Window = tuple[int | None, int | None]
@@ -153,6 +155,11 @@ def finite_or_empty(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == float("inf"), float("-inf"))
 
 
+# Packed sequences that do not follow one another, and chunks of them, as a packing.
+#
+# A packing has two tensors of boundaries, so what lies between two segments must belong to a
+# sequence too. It has 0 keys, which gives 0 to its queries.
+
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # first query, queries, first key, keys of each
 
 
@@ -229,6 +236,8 @@ def chunk_ranges(Sq: int, Sk: int, size: int, device: torch.device) -> Tensor:
     start = positions.div(size, rounding_mode="floor") * size
     return torch.stack((start, start + size), -1)[None, None]
 
+
+# The weights that flash-attn returns with dropout, for tests of what was dropped.
 
 _MULTIPLE = 128  # lengths are rounded up to multiples of it
 

@@ -1,4 +1,4 @@
-"""The positions at which flash-attn rotates queries and new keys of a cache."""
+"""flash-attn's calls over a cache: rotation, new keys, pages, and their checks."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from fa_ops.functions import varlen as varlen_pages
 from fa_ops.functions.kv_cache import attention_with_kv_cache
 from fa_ops.ops import library
 from fa_ops.ops.autograd import undifferentiable
+
+# The positions at which flash-attn rotates queries and new keys of a cache.
 
 
 class Rotation(NamedTuple):
@@ -75,6 +77,9 @@ class Rotation(NamedTuple):
         positions = positions.clamp(0, self.cos.shape[0] - 1)
         x = rotary.rotated(x.transpose(1, 2), self.cos, self.sin, self.interleaved, positions)
         return x.transpose(1, 2)
+
+
+# Packed queries over keys in pages, as flash-attn attends them.
 
 
 def attend_pages(
@@ -139,6 +144,9 @@ def attend_chunks(
         **{name: options[name] for name in names},
     )  # fmt: skip
     return out[:, :, 0], lse[:, :, 0].T.contiguous()
+
+
+# New keys and values of packed sequences, written after those that a cache holds.
 
 
 def append(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> None:
@@ -224,6 +232,9 @@ def saturated(x: Tensor) -> Tensor:
     """x rounded to e4m3; larger numbers become the largest."""
     largest = torch.finfo(FP8).max
     return x.clamp(-largest, largest).to(FP8)
+
+
+# Caches of keys and values in flash-attn's layouts.
 
 
 class Caches(NamedTuple):

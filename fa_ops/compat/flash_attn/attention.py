@@ -1,4 +1,4 @@
-"""flash_attn_func and its packed forms: attention of batches of equal lengths."""
+"""flash-attn's functions: dense, packed, and over a cache."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ from fa_ops.compat.flash.cache import (
 )
 from fa_ops.functions.attention import attention, attention_varlen, dropout_seed
 from fa_ops.ops import dense, varlen
+
+# flash_attn_func and its packed forms: attention of batches of equal lengths.
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -132,6 +134,9 @@ def seeded(
     tensors = map(heads_first, (q, k, v))
     out, lse = dense.WITH_LSE(*tensors, None, p, causal, **keywords_of(options, seed))
     return out.transpose(1, 2), infinite_where_empty(lse)
+
+
+# flash_attn_varlen_func and its packed forms: attention of packed sequences.
 
 
 def flash_attn_varlen_func(
@@ -263,6 +268,9 @@ def _rows(x: Tensor, ends: Tensor, longest: int | None) -> Tensor:
     return x[tokens.clamp(0, max(x.shape[0] - 1, 0))] if x.shape[0] else x.new_zeros(
         len(ends) - 1, longest, *x.shape[1:]
     )  # fmt: skip
+
+
+# flash_attn_with_kvcache: attention over a cache, to which new keys and values are appended.
 
 
 def flash_attn_with_kvcache(

@@ -1,4 +1,4 @@
-"""flash_attn_func and flash_attn_qkvpacked_func of FlashAttention 3."""
+"""FlashAttention 3's functions without a cache: dense, packed, and the merging of splits."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from fa_ops.compat.flash_attn_3 import products as values
 from fa_ops.compat.flash_attn_3.arguments import Scales, check_unused, chunk_of
 from fa_ops.compat.flash_attn_3.products import attend_parts
 from fa_ops.functions.attention import attention, attention_varlen, merge_states
+
+# flash_attn_func and flash_attn_qkvpacked_func of FlashAttention 3.
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -156,6 +158,9 @@ def flash_attn_qkvpacked_func(
         attention_chunk, softcap, deterministic=deterministic, sm_margin=sm_margin,
         return_attn_probs=return_attn_probs,
     )  # fmt: skip
+
+
+# flash_attn_varlen_func of FlashAttention 3.
 
 
 def flash_attn_varlen_func(
@@ -285,6 +290,8 @@ def packed(
         parts = arguments.chunks(parts, chunk, tokens[0] if longest_q is None else longest_q)
     return arguments.packing_of(parts, longest_q, longest_k)
 
+
+# flash_attn_combine: results over parts of the keys become the result over all of them.
 
 _FEATURES = 256  # of one call: what all backends take
 

@@ -1,4 +1,4 @@
-"""Packed queries and packed new keys over a cache."""
+"""FlashAttention 3's function over a cache, of rows or of packed queries."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ from fa_ops.compat.flash_attn_3.products import (
 from fa_ops.compat.flash_attn_3.products import check as check_numbers
 from fa_ops.functions import varlen as varlen_pages
 from fa_ops.functions.kv_cache import attention_with_kv_cache
+
+# Packed queries and packed new keys over a cache.
 
 
 class Packed(NamedTuple):
@@ -159,6 +161,9 @@ def check_options(
 def _even(rows: int, x: Tensor) -> Tensor:
     """The cu_seqlens of rows (B, S, ...) of equal length."""
     return torch.arange(rows + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+
+
+# flash_attn_with_kvcache of FlashAttention 3: rows or packed queries over a cache.
 
 
 def flash_attn_with_kvcache(

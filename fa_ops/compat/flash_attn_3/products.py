@@ -22,6 +22,8 @@ from fa_ops.compat.flash.cache import Caches, attend_chunks, attend_pages
 from fa_ops.functions.attention import attention_varlen
 from fa_ops.ops.autograd import undifferentiable
 
+# Values with more features than the GPU kernels take, part by part.
+
 
 def attend_parts(
     attend: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]], v: Tensor
@@ -44,6 +46,12 @@ def attend_parts(
 def is_limited(device: torch.device) -> bool:
     """Whether the kernels for a device take a limited number of features."""
     return device.type == "cuda"
+
+
+# qv, queries of the values: scores are ``scale * (q . k + qv . v)``, as those of latent attention.
+#
+# That is attention of the queries ``(qv, q)`` over the keys ``(v, k)``. GPUs have kernels for such
+# head dimensions over caches, so the keys of batches and packed sequences are attended as pages.
 
 
 def with_features_of_values(q: Tensor, qv: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
@@ -125,6 +133,12 @@ def _attend(q, qv, caches, lens, ends, longest, chunk, options) -> tuple[Tensor,
         out, lse = attend_pages(q, *caches[:2], lens, caches.table, ends, longest, options)
     return undifferentiable("attention with qv has no backward pass", given, out, lse)
 
+
+# Attention of e4m3 tensors.
+#
+# Calls that have 8-bit products attend the numbers as they are. In the others the queries are
+# widened to bfloat16 and multiplied by the factors of both queries and keys, and the result by
+# those of the values, so that keys, values and caches stay as they are.
 
 E4M3, WIDE = torch.float8_e4m3fn, torch.bfloat16
 SCALES = "q_scale", "k_scale", "v_scale"

@@ -188,6 +188,12 @@ def _warn(path: Path, error: Exception) -> None:
     )
 
 
+# Kernels that the optional package fa-ops-cubins brings, compiled ahead of time.
+#
+# `python -m fa_ops cubins` builds that package for the version of fa_ops that it runs with. A file
+# is named by the hash of the program, its headers and the flags, so that it is never stale: a
+# kernel that has changed since is not found, and compiled.
+
 PACKAGE = "fa_ops_cubins"
 
 
