@@ -5,14 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from diffusers.utils import constants
+
+from hf_integration.hooks import EIGHT_BIT, NAME
+
+# The default backend that DIFFUSERS_ATTN_BACKEND names, if it is ours. diffusers looks it up in its
+# list of names when attention_dispatch is imported, before our names can be in the list. It is
+# given "native" instead, and `register` sets the one that was requested.
+requested: str | None = None
+if constants.DIFFUSERS_ATTN_BACKEND in (NAME, EIGHT_BIT):
+    requested = constants.DIFFUSERS_ATTN_BACKEND
+    constants.DIFFUSERS_ATTN_BACKEND = "native"
+
+# ruff: noqa: E402 - these import attention_dispatch
 from diffusers import ModelMixin
 from diffusers.models import attention_dispatch, attention_processor
 from diffusers.models.attention_dispatch import AttentionBackendName
-from diffusers.utils import constants
 
 from hf_integration.diffusers import sdpa_calls
 from hf_integration.diffusers.attention import fa_ops_8bit_attention, fa_ops_attention
-from hf_integration.hooks import EIGHT_BIT, NAME
 
 _registry = attention_dispatch._AttentionBackendRegistry
 
@@ -62,15 +73,3 @@ def _answering_sdpa(set_backend: Callable) -> Callable:
 
     wrapper._fa_ops = True
     return wrapper
-
-
-# The default backend that DIFFUSERS_ATTN_BACKEND names, if it is ours.
-#
-# diffusers looks it up in its list of names when attention_dispatch is imported, before our names
-# can be in the list. It is given "native" instead, and `registration` sets the one that was
-# requested.
-
-requested: str | None = None
-if constants.DIFFUSERS_ATTN_BACKEND in (NAME, EIGHT_BIT):
-    requested = constants.DIFFUSERS_ATTN_BACKEND
-    constants.DIFFUSERS_ATTN_BACKEND = "native"
