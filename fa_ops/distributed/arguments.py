@@ -19,6 +19,7 @@ from fa_ops.call.python_types import (
     need_bool,
     need_number,
     need_tensor,
+    read_scale,
     sides,
 )
 from fa_ops.distributed.layout import (
@@ -44,7 +45,7 @@ class Options(NamedTuple):
     scheme: str = "auto"
     is_causal: bool = False
     window: Window | None = None
-    scale: float | None = None
+    scale: float | Tensor | None = None  # a number in those of a `CheckedCall`
     softcap: float = 0.0
     dropout_p: float = 0.0
     alibi_slopes: Tensor | None = None
@@ -101,6 +102,8 @@ def checked(
         ValueError, TypeError: the call is not legal.
         NotImplementedError: no backend, or not the one asked for, can run it.
     """
+    if isinstance(options.scale, Tensor):
+        options = options._replace(scale=read_scale(options.scale))
     alike = _alike(query, key, value, groups, options)
     known = None if alike is None else _known.get(alike)
     if known is not None:

@@ -35,7 +35,7 @@ def context_parallel_attention(
     *,
     is_causal: bool = False,
     window: Window | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -73,7 +73,8 @@ def context_parallel_attention(
             "auto": the fastest by estimate, see :func:`explain_context_parallel`.
         is_causal: token ``i`` attends tokens ``j <= i``.
         window: ``(left, right)``, keys that stay visible on either side of a query's position.
-        scale: factor of the scores; ``None``: ``1 / sqrt(D)``.
+        scale: factor of the scores, or a tensor with it, as in :func:`fa_ops.attention`; ``None``:
+            ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
         dropout_p: probability of dropping a weight. The seed is drawn by the group's first
             process, and drops the weights that it would drop on one device.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fa_ops.call import checks
 from fa_ops.call.options import dtype_name
-from fa_ops.call.python_types import Window, need_bool, need_tensor, sides
+from fa_ops.call.python_types import Window, need_bool, need_tensor, read_scale, sides
 from fa_ops.distributed import handshake
 from fa_ops.distributed.exchange import Exchange, all_gather
 from fa_ops.distributed.layout import groups_of, outside_graphs
@@ -33,7 +33,7 @@ def attention_with_sharded_kv_cache(
     *,
     key: Tensor | None = None,
     value: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     window: Window | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -67,7 +67,8 @@ def attention_with_sharded_kv_cache(
             The last ``Sq`` keys of each row must be on the last process.
         key: ``(B, Hkv, Sn, D)``, to be appended to this process's cache; None on other processes.
         value: ``(B, Hkv, Sn, Dv)``.
-        scale: factor of the scores; ``None``: ``1 / sqrt(D)``.
+        scale: factor of the scores, or a tensor with it, as in :func:`fa_ops.attention`; ``None``:
+            ``1 / sqrt(D)``.
         window: ``(left, right)``; one query only.
         softcap: as in :func:`attention_with_kv_cache`.
         alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``; one query only.
@@ -109,6 +110,7 @@ def attention_with_sharded_kv_cache(
         _check(query, kv_lens, key, sinks, placed, timeout)
         need_bool("is_causal", is_causal)
         need_bool("return_lse", return_lse)
+        scale = read_scale(scale)
         options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "window": window}
         words += _words(query, value_cache, options, {"alibi_slopes": alibi_slopes, "sinks": sinks})
     length = kv_lens if key is None else kv_lens + key.shape[2]

@@ -274,6 +274,34 @@ def check_choice() -> None:
     assert chosen((1e15, 1e9, 1e15), (32, 1, 1), **few) == "ring"
 
 
+def check_scale() -> None:
+    """The value of a tensor is read in every call; a process that cannot read it ends all."""
+    q, k, v = inputs(requires_grad=True)
+    for scheme in ("ring", "ulysses", "all_gather"):
+        wanted = [context_parallel_attention(q, k, v, None, scheme, scale=x) for x in (0.25, 2.0)]
+        scale = torch.tensor(0.25)
+        for x, value in zip(wanted, (0.25, 2.0), strict=True):
+            scale.fill_(value)
+            found = context_parallel_attention(q, k, v, None, scheme, scale=scale)
+            assert torch.equal(found, x)
+            assert explain_context_parallel(q, k, v, None, scheme, scale=scale).scheme == scheme
+        assert not torch.equal(*wanted)
+    parameter = torch.nn.Parameter(torch.tensor(2.0))
+    with torch.no_grad():
+        found = context_parallel_attention(q, k, v, None, scheme, scale=parameter)
+    assert torch.equal(found, wanted[1])
+    held = [x for key in requests._known for x in key if isinstance(x, requests.Options)]
+    assert held and not any(isinstance(x.scale, torch.Tensor) for x in held)
+    rank = dist.get_rank()
+    for wrong, match in (
+        (parameter, "scale must not require grad, as attention has no gradient by it: multiply"),
+        (torch.ones(1), "scale must be a number, or a tensor with one and without dimensions, got"),
+    ):
+        kind, raised = (TypeError, f"^{match}") if rank == 1 else (RuntimeError, f"raised: {match}")
+        with pytest.raises(kind, match=raised):
+            context_parallel_attention(q, k, v, scale=wrong if rank == 1 else 2.0)
+
+
 def check_second_derivatives() -> None:
     """They raise, also those of a loss whose own gradient is a constant."""
     for scheme in ("ring", "all_gather", "ulysses"):
@@ -507,6 +535,7 @@ CHECKS |= {
     "explanation": check_explanation,
     "choice": check_choice,
     "errors": check_errors,
+    "scale": check_scale,
     "second derivatives": check_second_derivatives,
     "repeated calls": check_repeated_calls,
     "disagreement": check_disagreement,

@@ -22,6 +22,7 @@ CASES = {
     "appended": {"new": 1, "lens": OTHERS},
     "several queries": {"new": 3, "Sq": 3, "is_causal": True, "lens": OTHERS},
     "softcap and scale": {"softcap": 2.0, "scale": 0.4},
+    "scale as a tensor": {"scale": torch.tensor(0.4)},
     "window": {"window": (12, 0), "lens": OTHERS, "new": 1},
     "ALiBi": {"alibi_slopes": torch.linspace(0.1, 0.6, Hq), "lens": OTHERS},
     "ALiBi of rows, window and sinks": {
@@ -104,6 +105,7 @@ def check_errors_of_one() -> None:
         "return_lse must be a bool": {"return_lse": 1},
         "sinks must have shape": {"sinks": torch.zeros(3)},
         "num_splits must not be negative": {"num_splits": -1},
+        "scale must not require grad": {"scale": torch.ones((), requires_grad=True)},
         "backend 'hopper' cannot run this call": {"backend": "hopper"},
         "key_cache": {"key_cache": torch.randn(1, 2, 4, 16)},
     }
