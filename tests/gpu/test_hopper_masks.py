@@ -7,7 +7,7 @@ import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import masks
 from fa_ops.testing import assert_close_to_oracle
-from tests.backends.test_hopper_masks import FORMS, by_key, by_query
+from tests.backends.hopper.test_masks import FORMS, by_key, by_query
 from tests.gpu.cases import UNBOUNDED, random_masked_case
 
 

@@ -7,7 +7,7 @@ from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
 from fa_ops.call.options import Spec, keywords
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
-from tests.backends.test_dropout_words import check_part
+from tests.backends.test_dropout import check_part
 from tests.kernels import alternating_dtype
 
 pytestmark = [

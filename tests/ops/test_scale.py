@@ -7,7 +7,7 @@ import torch
 
 import fa_ops
 from fa_ops.plans import planning
-from tests.test_argument_types import cache, dense, packed, pages
+from tests.call.test_python_types import cache, dense, packed, pages
 
 E4M3 = torch.float8_e4m3fn
 SCALES = {f"{name}_scale": torch.ones(1) for name in "qkv"}

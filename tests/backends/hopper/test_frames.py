@@ -1,0 +1,159 @@
+"""How many functions of the package a call of the Hopper backend enters: most of its host time."""
+
+import collections
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops.backends import hopper
+from fa_ops.backends.hopper import decode
+from fa_ops.backends.hopper.runtime import launch
+from fa_ops.plans import dispatch, planning
+
+PACKAGE = Path(fa_ops.__file__).parent
+OTHERS = str(Path(__file__).parents[2]), str(PACKAGE / "testing")
+# Compiling and loading, which the driver of the tests replaces, and the maps of new addresses.
+REPLACED = {
+    one.__code__
+    for one in (
+        launch.kernel.__wrapped__, launch.kernels, launch._load_all, launch.TensorMap.__missing__
+    )
+}  # fmt: skip
+
+
+class Frames:
+    """Counts the functions of the package that are entered in a `with` block, by file and name.
+
+    Each step of a generator counts. Functions that tests replace are left out, with all that they
+    call: on a GPU they are C functions.
+    """
+
+    def __enter__(self):
+        self.entered, self._depth = collections.Counter(), 0
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _note(self, frame, event, _):
+        code = frame.f_code
+        if event == "return" and self._depth:
+            self._depth -= 1
+        elif event == "call":
+            if self._depth or code in REPLACED or code.co_filename.startswith(OTHERS):
+                self._depth += 1
+            elif code.co_filename.startswith(str(PACKAGE)):
+                name = str(Path(code.co_filename).relative_to(PACKAGE))
+                self.entered[name, code.co_name] += 1
+
+    @property
+    def count(self):
+        return sum(self.entered.values())
+
+    @property
+    def files(self):
+        return {name for name, _ in self.entered}
+
+
+def counted(call):
+    with Frames() as frames:
+        call()
+    return frames
+
+
+def attention(Sq=256, Sk=256, requires_grad=False, **options):
+    """A call that can be repeated."""
+    q, k, v = (
+        torch.zeros(1, 8, S, 64, dtype=torch.bfloat16, requires_grad=requires_grad)
+        for S in (Sq, Sk, Sk)
+    )
+    return partial(fa_ops.attention, q, k, v, **options)
+
+
+def packed(entry_point=fa_ops.attention_varlen, requires_grad=False):
+    """A packed call that can be repeated."""
+    shape, options = (256, 8, 64), {"dtype": torch.bfloat16, "requires_grad": requires_grad}
+    q, k, v = (torch.zeros(shape, **options) for _ in range(3))
+    ends = torch.tensor([0, 100, 256], dtype=torch.int32)
+    return partial(entry_point, q, k, v, ends, ends)
+
+
+def operator():
+    q, k, v = (torch.zeros(1, 8, 256, 64, dtype=torch.bfloat16) for _ in range(3))
+    return partial(torch.ops.fa.attention, q, k, v)
+
+
+def cached(append=False, **options):
+    q, k, v, new = (torch.zeros(1, 8, S, 64, dtype=torch.bfloat16) for S in (1, 600, 600, 1))
+    lens = torch.full((1,), 600, dtype=torch.int32)
+    options |= {"key": new, "value": new.clone()} if append else {}
+    return partial(fa_ops.attention_with_kv_cache, q, k, v, lens, **options)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(driver, monkeypatch):
+    """CPU tensors go to the backend, and their values are not checked, as those of CUDA tensors."""
+    driver.struct_bytes = 576
+    monkeypatch.setattr(hopper, "support_error", lambda *call: None)
+    monkeypatch.setattr(hopper, "cache_error", decode.cache_error)
+    monkeypatch.setattr(dispatch, "AUTO", {"cpu": ("hopper",)})
+    monkeypatch.setattr(dispatch, "_available", {"hopper": None})
+    monkeypatch.setattr(planning, "_check_of_values", lambda call: None)
+    attention(Sq=128)()  # imports what is imported late
+
+
+# A call, and how many functions it may enter when it is repeated.
+CALLS = {
+    "forward": (attention(), 10),
+    "with lse": (attention(return_lse=True), 10),
+    "causal": (attention(is_causal=True), 12),  # tiles are handed out on demand
+    "recorded": (attention(requires_grad=True), 11),
+    "bool mask": (attention(attn_mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)), 17),
+    "dropout": (attention(dropout_p=0.5), 26),
+    "operator": (operator(), 20),
+    "packed": (packed(), 18),
+    "packed, recorded": (packed(requires_grad=True), 19),
+    "packed operator": (packed(torch.ops.fa.attention_varlen), 28),
+    "decoding": (attention(Sq=1, Sk=600), 12),
+    "cached": (cached(), 12),
+    "appended": (cached(append=True), 20),
+    "appended, rotated": (
+        cached(append=True, rotary_cos=torch.zeros(600, 32), rotary_sin=torch.zeros(600, 32)),
+        20,
+    ),
+    "recorded under autocast": (attention(requires_grad=True), 22),
+    "packed under autocast": (packed(requires_grad=True), 38),
+    "cached under autocast": (cached(), 22),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_repeated_call_enters_few_functions(name):
+    call, limit = CALLS[name]
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in name):
+        for _ in range(2):
+            call()
+        frames = counted(call)
+        assert 8 < frames.count <= limit and len(frames.files) <= 9, frames.entered
+        assert counted(call).entered == frames.entered
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_repeated_backward_pass_enters_few_functions(autocast):
+    for _ in range(2):
+        out = attention(requires_grad=True)()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            frames = counted(partial(out.backward, torch.zeros_like(out)))
+    limit = 15 if autocast else 13  # a single launch
+    assert 10 < frames.count <= limit and len(frames.files) <= 6, frames.entered
+
+
+def test_a_first_forward_enters_few_functions():
+    call, limit = CALLS["forward"]
+    frames = counted(call)
+    assert limit < frames.count <= 108 and len(frames.files) <= 17, frames.entered
