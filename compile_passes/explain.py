@@ -16,7 +16,6 @@ def explain(
     *inputs: object,
     dynamic: bool | None = None,
     verify: bool = False,
-    drop_stored_weights: bool = False,
     eight_bit: bool = False,
     sixteen_bit: Collection[str] = (),
     **kwargs,
@@ -30,7 +29,6 @@ def explain(
         inputs, kwargs: its arguments.
         dynamic: as in `torch.compile`.
         verify: as in :func:`install`; findings say whether they were verified.
-        drop_stored_weights: as in :func:`install`; the attributes are set all the same.
         eight_bit: as in :func:`install`; findings say which products they have.
         sixteen_bit: as in :func:`install`.
 
@@ -46,7 +44,7 @@ def explain(
         1 of 1 softmaxes fused, in 1 graph
         ...
     """
-    options = verify, drop_stored_weights, eight_bit, sixteen_bit
+    options = verify, eight_bit, sixteen_bit
     checked_products(*options)  # before anything is traced
     findings: list[Finding] = []
     graphs = 0

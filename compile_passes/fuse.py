@@ -13,7 +13,7 @@ from compile_passes import report
 from compile_passes.emit.eight_bit import QuantizedProducts
 from compile_passes.emit.masks import add_mask_blocks
 from compile_passes.emit.replace import rewrite
-from compile_passes.ir.edits import StoredOutputs, drop_dead_nodes
+from compile_passes.ir.edits import drop_dead_nodes
 from compile_passes.ir.graph import EXAMPLES, SOURCE_METADATA, GraphView, Value
 from compile_passes.ir.inlined_call import InlinedAttention, InlinedCall
 from compile_passes.ir.vocabulary import operation, raw_name
@@ -40,25 +40,23 @@ NO_VALUE = "its result is not multiplied with a value"
 
 
 def checked_products(
-    verify: bool, drop_stored_weights: bool, eight_bit: bool, sixteen_bit: Collection[str]
+    verify: bool, eight_bit: bool, sixteen_bit: Collection[str]
 ) -> QuantizedProducts | None:
     """The options of 8-bit products; raises TypeError or ValueError for options that are wrong."""
-    for name, flag in (("verify", verify), ("drop_stored_weights", drop_stored_weights)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {flag!r}")
+    if not isinstance(verify, bool):
+        raise TypeError(f"verify must be a bool, got {verify!r}")
     return QuantizedProducts.of(eight_bit, sixteen_bit)
 
 
 def fuse(
-    graph: fx.Graph, verify: bool = False, drop_stored_weights: bool = False,
-    eight_bit: bool = False, sixteen_bit: Collection[str] = (),
+    graph: fx.Graph, verify: bool = False, eight_bit: bool = False,
+    sixteen_bit: Collection[str] = (),
 ) -> list[Finding]:  # fmt: skip
     """Rewrite every attention of a graph in place.
 
     Args:
         graph: as Dynamo captures it, or an exported program's.
         verify: as in :func:`install`.
-        drop_stored_weights: as in :func:`install`.
         eight_bit: as in :func:`install`.
         sixteen_bit: as in :func:`install`.
 
@@ -66,12 +64,11 @@ def fuse(
         A finding for each softmax, and each call of scaled_dot_product_attention or flex_attention,
         in graph order.
     """
-    products = checked_products(verify, drop_stored_weights, eight_bit, sixteen_bit)
+    products = checked_products(verify, eight_bit, sixteen_bit)
     if not _may_hold_attention(graph):
         return []
     detach_metadata_readers(graph)
     drop_dead_nodes(graph)
-    stored = StoredOutputs(graph) if drop_stored_weights else None
     inlined, not_inlined = attention_calls.inline_calls(graph)
     sdpa_calls, flex_calls = attention_calls.inline_sdpa(graph), flex.inline_flex(graph)
     found_calls = [*sdpa_calls.values(), *flex_calls.values()]
@@ -90,11 +87,9 @@ def fuse(
         report.log.warning("could not read a graph, nothing in it is fused", exc_info=True)
         counters["fa_ops"]["internal error"] += 1
         _finish_inlined(inlined, set())
-        if stored:
-            stored.restore()
         return []
     evaluator = SymbolicEvaluator(Exactness(graph))
-    fusion = CoreFusion(view, matcher.lses, evaluator, verify, calls, stored, products)
+    fusion = CoreFusion(view, matcher.lses, evaluator, verify, calls, products)
     nodes = {value: value.node for value in matcher.softmaxes}  # a rewrite changes value.node
     results: dict[Value, FusedCore | str] = dict(matcher.misses)
     for core in matcher.cores:
@@ -111,8 +106,6 @@ def fuse(
         origin = (call.call, result, call.operation) if call else (node, result)
         found[node] = report.make_finding(*origin)
     _finish_inlined(inlined, {node for node, finding in found.items() if finding.fused})
-    if stored:
-        stored.restore()
     add_mask_blocks(graph)
     findings = [found[node] for node in sorted(found, key=order.__getitem__)]
     report.record(findings)
@@ -174,7 +167,6 @@ class CoreFusion:
     evaluator: SymbolicEvaluator
     verify: bool
     calls: dict[fx.Node | None, InlinedAttention]
-    stored: StoredOutputs | None = None
     eight_bit: QuantizedProducts | None = None
 
     def fuse(self, core: Core) -> FusedCore | str:
@@ -211,8 +203,7 @@ class CoreFusion:
         products = self._products(site, masks)
         quantizes = products == EIGHT_BIT
         call, verified = rewrite(site, masks, self.view, self.verify, quantizes)
-        dropped = self.stored.take_erased() if self.stored else ()
-        return FusedCore(call, masks, why, dropped, verified, products)
+        return FusedCore(call, masks, why, verified, products)
 
     def _products(self, site: AttentionSite, masks: ClassifiedMasks) -> str:
         """The products of a call, in the words of `Finding.products`."""
@@ -238,15 +229,14 @@ class CoreFusion:
 
 
 def fuse_module(
-    module: torch.nn.Module, verify: bool = False, drop_stored_weights: bool = False,
-    eight_bit: bool = False, sixteen_bit: Collection[str] = (),
+    module: torch.nn.Module, verify: bool = False, eight_bit: bool = False,
+    sixteen_bit: Collection[str] = (),
 ) -> list[Finding]:  # fmt: skip
     """Run :func:`fuse` on a graph module and on those inside it, such as checkpointed regions.
 
     Args:
         module: a module; those in it that are no graph modules are left as they are.
         verify: as in :func:`install`.
-        drop_stored_weights: as in :func:`install`.
         eight_bit: as in :func:`install`.
         sixteen_bit: as in :func:`install`.
 
@@ -260,7 +250,7 @@ def fuse_module(
     findings = []
     for child in module.modules():
         if isinstance(child, fx.GraphModule):
-            found = fuse(child.graph, verify, drop_stored_weights, eight_bit, sixteen_bit)
+            found = fuse(child.graph, verify, eight_bit, sixteen_bit)
             if any(f.fused for f in found):
                 child.recompile()
             findings += found

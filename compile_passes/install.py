@@ -49,17 +49,14 @@ class FusionPass(CustomGraphPass):
     """Inductor's `pre_grad_custom_pass`: rewrites attention in a graph as Dynamo captured it."""
 
     def __init__(
-        self, verify: bool = False, drop_stored_weights: bool = False, eight_bit: bool = False,
-        sixteen_bit: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        self.verify = verify
-        self.drop_stored_weights = drop_stored_weights
-        self.eight_bit, self.sixteen_bit = eight_bit, sixteen_bit
+        self, verify: bool = False, eight_bit: bool = False, sixteen_bit: tuple[str, ...] = ()
+    ) -> None:
+        self.verify, self.eight_bit, self.sixteen_bit = verify, eight_bit, sixteen_bit
 
     @property
     def options(self) -> dict[str, object]:
         """The options by name."""
-        names = "verify", "drop_stored_weights", "eight_bit", "sixteen_bit"
+        names = "verify", "eight_bit", "sixteen_bit"
         return {name: getattr(self, name) for name in names}
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -69,11 +66,10 @@ class FusionPass(CustomGraphPass):
             keep_left_softmaxes(graph)
 
     def uuid(self) -> str | None:
-        """The pass's part of Inductor's cache key. None, with which nothing is cached, if weights
-        are dropped or modules named: equal graphs may store an output or return it, and be of
-        modules with other names.
+        """The pass's part of Inductor's cache key. None, with which nothing is cached, if modules
+        are named: equal graphs may be of modules with other names.
         """
-        if self.drop_stored_weights or self.sixteen_bit:
+        if self.sixteen_bit:
             return None
         key = source_hash() + "-verified" * self.verify
         return key + "-8-bit" * self.eight_bit
@@ -129,9 +125,8 @@ class Installation:
 
 
 def install(
-    verify: bool = False, drop_stored_weights: bool = False, eight_bit: bool = False,
-    sixteen_bit: Collection[str] = (),
-) -> Installation:  # fmt: skip
+    verify: bool = False, eight_bit: bool = False, sixteen_bit: Collection[str] = ()
+) -> Installation:
     """Make every later `torch.compile` with Inductor fuse hand-written attention.
 
     Functions compiled before are unaffected. A pass that Inductor's `pre_grad_custom_pass` holds
@@ -142,9 +137,6 @@ def install(
             inputs of the example's shapes, forward and backward, and where they differ the original
             is kept and the reason in the report states by how much. This costs their time and
             memory once.
-        drop_stored_weights: fuse attention also where its weights, or a copy or mean of them, are
-            only stored in an attribute of a module (`self.attention_map = weights`). The attribute
-            is then None, which the report states, and Inductor's caches are not used.
         eight_bit: for inference: fuse into :func:`fa_ops.quantized_attention` where no gradient is
             recorded and masks become causality, windows, lengths or ranges, without dropout and
             ALiBi, for more than 16 queries or no more keys than queries. Also calls of
@@ -165,9 +157,9 @@ def install(
         >>> with compile_passes.install():
         ...     out = torch.compile(model)(x)
     """
-    products = checked_products(verify, drop_stored_weights, eight_bit, sixteen_bit)
+    products = checked_products(verify, eight_bit, sixteen_bit)
     names = products.sixteen_bit if products else ()
-    fusion = FusionPass(verify, drop_stored_weights, eight_bit, names)
+    fusion = FusionPass(verify, eight_bit, names)
     slot = config.pre_grad_custom_pass
     found = fusion_in(slot)
     if found is not None:

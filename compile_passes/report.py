@@ -31,14 +31,13 @@ class Refused(Exception):
 @dataclasses.dataclass(frozen=True)
 class FusedCore:
     """A call of the operator that replaced an attention; `why` if that depends on its speed.
-    `dropped` are the attributes that would store its weights. `verified`: the two were compared.
+    `verified`: the two were compared.
     `products` as in `Finding`.
     """
 
     call: fx.Node
     masks: ClassifiedMasks
     why: str = ""
-    dropped: tuple[str, ...] = ()
     verified: bool = False
     products: str = ""
 
@@ -69,7 +68,6 @@ class Finding:
         reason: why it was left; of a call that is replaced only where that pays, also why it was
             replaced.
         operation: "softmax", or the name of the function that is called.
-        dropped: the attributes that are None instead of storing the weights.
         verified: whether it was compared with its replacement, and both gave the same.
         products: where 8-bit products were asked for, "8-bit", or "16-bit" and why.
     """
@@ -81,7 +79,6 @@ class Finding:
     masks: str = ""
     reason: str = ""
     operation: str = "softmax"
-    dropped: tuple[str, ...] = ()
     verified: bool = False
     products: str = ""
 
@@ -94,7 +91,6 @@ class Finding:
             lines += [f"    {self.operation} is replaced: {self.reason}"] if self.reason else []
             lines += ["    verified"] if self.verified else []
             lines += [f"    products: {self.products}"] if self.products else []
-        lines += [f"    {name} is None instead of the weights" for name in self.dropped]
         if self.location.code:
             lines.append(f"    > {self.location.code}")
         return "\n".join(lines)
@@ -144,8 +140,8 @@ def make_finding(node: fx.Node, result: FusedCore | str, operation: str = "softm
         return Finding(node.name, place, False, reason=result, operation=operation)
     call, masks = _describe_call(result.call), _describe_masks(result.masks)
     return Finding(
-        node.name, place, True, call, masks, result.why, operation, result.dropped,
-        result.verified, result.products,
+        node.name, place, True, call, masks, result.why, operation, result.verified,
+        result.products,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Fused attention for PyTorch: operators, backends, and the typed functions in front of them."""
 
-from fa_ops import compat, transformers_hint
+from fa_ops import compat
 from fa_ops.call.backend_option import set_backend, use_backend
 from fa_ops.functions.attention import attention, attention_varlen, mask_blocks, merge_states
 from fa_ops.functions.explain import explain
@@ -22,5 +22,3 @@ __all__ = [
     "set_backend",
     "use_backend",
 ]
-
-transformers_hint.install()

@@ -5,8 +5,7 @@
     import hf_integration
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fa_ops")
 
-Without the import, transformers raises a ValueError for an unknown implementation, which names this
-import if fa_ops has been imported.
+Without the import, transformers raises a ValueError for an unknown implementation.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ FUNCTIONS = ("fa_ops.functions", *OPS)
 # What modules under a prefix may import at their top from our packages; the longest prefix counts.
 # The stages of a call: functions, ops, plans, call. Each imports the stages after it.
 TOP = {
-    "fa_ops": (*FUNCTIONS, "fa_ops.compat", "fa_ops.transformers_hint"),
+    "fa_ops": (*FUNCTIONS, "fa_ops.compat"),
     "fa_ops.tracing": (),
     "fa_ops.call": CALL,
     "fa_ops.plans": PLANS,

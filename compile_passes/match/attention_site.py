@@ -189,8 +189,8 @@ def _only_feeds(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _is_unread(node: fx.Node) -> bool:
-    """Whether a view, copy or mean is not read: tracing replaced its shape by numbers, an exported
-    program averages the weights of nn.MultiheadAttention, or an attribute would store it.
+    """Whether a view, copy or mean is not read: tracing replaced its shape by numbers, or an
+    exported program averages the weights of nn.MultiheadAttention.
     """
     known = raw_name(node) in _VIEWS | _SHAPE_READERS | _COPIES
     return known and all(map(_is_unread, node.users))

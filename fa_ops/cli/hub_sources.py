@@ -19,7 +19,7 @@ _ROOT = Path(fa_ops.__file__).parent
 _SUFFIXES = (".py", ".cu", ".cuh")
 # Commands, what they and tests need, and what changes other packages.
 _LEFT_OUT = (
-    "__init__.py", "__main__.py", "bench", "cli", "testing", "transformers_hint.py",
+    "__init__.py", "__main__.py", "bench", "cli", "testing",
     "compat/__init__.py", "compat/aten_flash.py", "compat/installation.py",
     "compat/replacement.py", "compat/sdpa.py",
 )  # fmt: skip
@@ -44,11 +44,7 @@ def sources(namespace: str) -> dict[str, str]:
 def _public_names() -> str:
     """`fa_ops/__init__.py` without what changes other packages, and the functions of flash-attn."""
     source = (_ROOT / "__init__.py").read_text()
-    for line in (
-        "from fa_ops import compat, transformers_hint\n",
-        '    "compat",\n',
-        "\ntransformers_hint.install()\n",
-    ):
+    for line in ("from fa_ops import compat\n", '    "compat",\n'):
         assert line in source, line
         source = source.replace(line, "")
     return f"{source}\nfrom fa_ops.compat.flash_attn import {', '.join(flash_attn.__all__)}\n"

@@ -134,7 +134,6 @@ def test_options_that_differ_are_refused():
 
 WRONG = {
     "verify must be a bool, got 1": {"verify": 1},
-    "drop_stored_weights must be a bool, got 'x'": {"drop_stored_weights": "x"},
     "eight_bit must be a bool, got 1": {"eight_bit": 1},
     "sixteen_bit must hold names of modules, got 'blocks.0'": {
         "eight_bit": True, "sixteen_bit": "blocks.0",

@@ -55,8 +55,8 @@ def test_options_of_an_installed_pass_are_not_ignored():
         ):
             compile_passes.install()
     assert not config.pre_grad_custom_pass
-    compile_passes.install(drop_stored_weights=True)
-    with pytest.raises(ValueError, match="drop_stored_weights must be True"):
+    compile_passes.install(eight_bit=True)
+    with pytest.raises(ValueError, match="eight_bit must be True"):
         compile_passes.install()
     compile_passes.uninstall()
     assert not config.pre_grad_custom_pass
