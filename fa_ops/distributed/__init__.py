@@ -7,7 +7,6 @@ from fa_ops.distributed.context_parallel import (
     measure_link_rate,
 )
 from fa_ops.distributed.layout import SequenceLayout, shard, unshard
-from fa_ops.distributed.ring import ring_attention
 from fa_ops.distributed.sharded_cache import attention_with_sharded_kv_cache
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "context_parallel_attention",
     "explain_context_parallel",
     "measure_link_rate",
-    "ring_attention",
     "shard",
     "unshard",
 ]

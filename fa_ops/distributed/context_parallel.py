@@ -13,10 +13,10 @@ from fa_ops.distributed import balance, handshake, ring_steps, schedule, ulysses
 from fa_ops.distributed import transport as transports
 from fa_ops.distributed.arguments import CheckedCall, Options, checked, error_of_flags
 from fa_ops.distributed.balance import SchemeChoice
-from fa_ops.distributed.dropout import RowWords, agreed_seed, row_words
+from fa_ops.distributed.handshake import agreed_seed
 from fa_ops.distributed.layout import Members, SequenceLayout, groups_of, outside_graphs
 from fa_ops.distributed.masks import Mask, positions
-from fa_ops.distributed.ring_steps import Job, StepwiseAttention
+from fa_ops.distributed.ring_steps import Job, RowWords, StepwiseAttention, row_words
 from fa_ops.distributed.schedule import StepProblem
 from fa_ops.distributed.ulysses import HeadSplit, ToHeads, ToTokens
 

@@ -10,12 +10,14 @@ import contextlib
 import datetime
 import weakref
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fa_ops.distributed.layout import Members
+from fa_ops.functions import attention
 
 _BYTES = 1024
 _LONGEST = 10**9  # seconds; torch counts them in nanoseconds of 64 bits
@@ -137,3 +139,43 @@ def _between_hosts(members: Members, device: torch.device) -> dist.ProcessGroup 
             ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
         )
     return _hosts[group]
+
+
+class Waiting(NamedTuple):
+    """Requests that have been started, and what they are for."""
+
+    works: list[dist.Work | None]  # None: done, or in order on this stream
+    tensors: list[Tensor]  # what is sent must live until it has been
+    what: str
+    timeout: float | None
+
+    def wait(self) -> None:
+        """Wait; on an NCCL stream if the group is one of NCCL.
+
+        Raises:
+            RuntimeError: another process has failed or did not answer in time.
+        """
+        for work in filter(None, self.works):
+            try:
+                if self.timeout is None:
+                    work.wait()
+                else:
+                    work.wait(datetime.timedelta(seconds=self.timeout))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"context parallel attention: {self.what} failed, another process may have "
+                    f"raised an error or not called it: {error}"
+                ) from error
+
+
+def agreed_seed(
+    query: Tensor, p: float, groups: tuple[Members, ...], timeout: float | None
+) -> Tensor:
+    """The seed that the first process of all draws; the others draw one too, and drop it."""
+    seed = attention.dropout_seed(query, p)
+    for members in reversed(groups):
+        if members.size > 1:
+            first = members.global_rank(0)
+            work = dist.broadcast(seed, first, group=members.group, async_op=True)
+            Waiting([work], [seed], "the seed of dropout", timeout).wait()
+    return seed

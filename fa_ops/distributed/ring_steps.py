@@ -7,20 +7,22 @@ tensor of the size of the whole sequence, unless one step has the keys of all pr
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fa_ops.call.options import Spec
-from fa_ops.distributed import step_calls
-from fa_ops.distributed.dropout import RowWords
-from fa_ops.distributed.exchange import Exchange, kept_keys
-from fa_ops.distributed.partial_sums import Covered, TokenSum, sum_dtype
-from fa_ops.distributed.schedule import Step, StepPlan, rows_of
-from fa_ops.distributed.step_calls import LinearBias, StepCall
-from fa_ops.distributed.transport import PeerExchange
+from fa_ops.backends import dropout
+from fa_ops.call.call import DENSE, MERGE_INTO, Call, Run, Saved
+from fa_ops.call.options import Spec, keywords
+from fa_ops.distributed.layout import Segment
+from fa_ops.distributed.masks import Mask, document_of, positions
+from fa_ops.distributed.schedule import LinearBias, Parts, Step, StepCall, StepPlan, rows_of
+from fa_ops.distributed.transport import Exchange, PeerExchange, kept_keys
+from fa_ops.ops import autograd, library
 from fa_ops.ops.autograd import differentiable_once
+from fa_ops.plans import planning
 
 
 class StepOptions(NamedTuple):
@@ -63,7 +65,7 @@ def attend(
                 spec, row_terms = arguments(job, call, q)
                 if sinks_in_calls:
                     spec = spec._replace(sinks=sinks.detach())
-                part, part_lse = step_calls.forward(
+                part, part_lse = forward(
                     q[call.batches, :, call.rows],
                     keys[call.batches, :, call.keys],
                     values[call.batches, :, call.keys],
@@ -142,7 +144,7 @@ class Partial:
             out.copy_(part)
             lse.copy_(part_lse)
             return
-        step_calls.merge_into(out, lse, part, part_lse)
+        merge_into(out, lse, part, part_lse)
 
     def _join(self) -> None:
         """Put results of different rows together."""
@@ -238,7 +240,7 @@ def _gradients(job: Job, step: Step, saved: tuple, buffers: tuple, dq: TokenSum)
     for call in calls:
         at = (call.batches, slice(None), call.rows)
         spec, row_terms = arguments(job, call, q)
-        parts = step_calls.backward(
+        parts = backward(
             grad_out[at], None if grad_lse is None else grad_lse[at], q[at],
             *(x[call.batches, :, call.keys] for x in buffers),
             out[at], lse[at] if row_terms is None else lse[at] - row_terms, spec,
@@ -292,3 +294,182 @@ def sinks_gradient(
     if grad_lse is not None:
         slope = slope + grad_lse
     return (weight * slope).sum((0, 2)).to(sinks.dtype)
+
+
+# Sums of results that each belong to some of the tokens.
+
+Place = tuple[slice, slice]  # rows of the batch, and tokens
+
+
+class Covered:
+    """The tokens that have been written so far."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int | None, int, int]] = []  # None: all rows of the batch
+
+    def add(self, place: Place) -> bool:
+        """Whether the place is new, and shares no token with those before."""
+        batches, rows = place
+        b, start, stop = batches.start, rows.start, rows.stop
+        is_new = all(
+            (a != b and a is not None and b is not None) or high <= start or stop <= low
+            for a, low, high in self.places
+        )
+        self.places.append((b, start, stop))
+        return is_new
+
+
+class TokenSum:
+    """A sum of tensors (B, H, rows, D) over some tokens each, rounded once.
+
+    A sum of two is rounded once in any dtype. More are summed in float32.
+    """
+
+    def __init__(self, like: Tensor, parts: Parts) -> None:
+        self.like = like
+        if max((count for _, _, count in parts), default=0) <= 2:
+            parts = ((0, like.shape[2], 2),)
+        self.sums = [(a, b, _Sum(like[:, :, a:b], count)) for a, b, count in parts]
+
+    def add(self, place: Place, x: Tensor) -> None:
+        """Add a tensor, which belongs to the sum from now on."""
+        batches, rows = place
+        for start, stop, total in self.sums:
+            low, high = max(start, rows.start), min(stop, rows.stop)
+            if low < high:
+                piece = x[:, :, low - rows.start : high - rows.start]
+                total.add((batches, slice(low - start, high - start)), piece)
+
+    def result(self) -> Tensor:
+        """The sum, in the dtype and with the strides of `like`."""
+        like = self.like
+        if len(self.sums) == 1:
+            total = self.sums[0][2].result()
+            if total.dtype == like.dtype and total.stride() == like.stride():
+                return total
+        out = torch.empty_like(like)
+        for start, stop, total in self.sums:
+            out[:, :, start:stop].copy_(total.result())
+        return out
+
+
+class _Sum:
+    """The sum of tensors in one dtype. The first one with all tokens becomes the sum."""
+
+    def __init__(self, like: Tensor, count: int) -> None:
+        self.like, self.total, self.covered = like, None, Covered()
+        self.wide = sum_dtype(like) if count > 2 else like.dtype
+        self.first: tuple[Place, Tensor] | None = None  # waits for one that has all tokens
+
+    def add(self, place: Place, x: Tensor) -> None:
+        if self.total is not None:
+            self._add(place, x)
+        elif x.shape == self.like.shape:
+            self._begin(x)
+        elif self.first is None:
+            self.first = place, x
+        else:
+            self._begin(None)
+            self._add(place, x)
+
+    def result(self) -> Tensor:
+        if self.total is None:
+            self._begin(None)
+        return self.total
+
+    def _begin(self, whole: Tensor | None) -> None:
+        like, first = self.like, self.first
+        given = [x for x in (whole, first and first[1]) if x is not None]
+        wide = functools.reduce(torch.promote_types, (x.dtype for x in given), self.wide)
+        if whole is None:
+            self.total = torch.zeros_like(like, dtype=wide)
+        else:
+            self.total = whole.to(wide)
+            self.covered.add((slice(None), slice(0, like.shape[2])))
+        if first is not None:
+            self._add(*first)
+
+    def _add(self, place: Place, x: Tensor) -> None:
+        there = self.total[place[0], :, place[1]]
+        if self.covered.add(place):
+            there.copy_(x)
+        else:
+            there.add_(x)
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which partial results are summed."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+# Dropout of a whole sequence, of which each call of the operator computes a part.
+#
+# A weight is dropped by the hash of its place in the whole. The operator is given a word for each
+# of its rows, which has everything of the hash but the key.
+
+
+class RowWords(NamedTuple):
+    """What the rows of a process drop."""
+
+    p: float
+    words: Tensor  # int32 (B, Hq, S), for keys of the whole sequence
+
+    def of_call(self, call: StepCall) -> Tensor:
+        """The words with which a call drops what belongs to its rows and keys."""
+        words = self.words[call.batches, :, call.rows]
+        return dropout.from_key(words, call.first_key)
+
+
+def row_words(
+    seed: Tensor, mask: Mask, queries: tuple[Segment, ...], B: int, heads: slice, Hq: int
+) -> Tensor:
+    """The words of these tokens for some of the `Hq` query heads, int32 (B, heads, tokens).
+
+    Documents are a batch, as in `attention_varlen`: rows and keys are numbered in each of them.
+    """
+    device, i = seed.device, positions(queries)
+    index = torch.arange(heads.start, heads.stop, device=device).view(1, -1, 1)
+    if mask.cu_seqlens is None:
+        b = torch.arange(B, device=device).view(-1, 1, 1)
+        return dropout.row_words(seed, b * Hq + index, i.to(device))
+    document, start = (x.to(device) for x in document_of(mask, i))
+    words = dropout.row_words(seed, document * Hq + index, i.to(device) - start)
+    return dropout.from_key(words, -start)
+
+
+# The operator's calls in a step, by their plans where the dispatcher would have nothing to do.
+
+_merging: dict[tuple, Run] = {}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """out and lse. Nothing is recorded for a gradient."""
+    if library.can_bypass_dispatcher(q, k, v, *spec.tensors):
+        with library.below_autograd():
+            return planning.run(Call(DENSE, q, k, v, spec))
+    return torch.ops.fa.attention_with_lse(q, k, v, *spec[:3], **keywords(spec))
+
+
+def backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, spec: Spec,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of q, k and v."""
+    given = grad_out, grad_lse, q, k, v, out, lse
+    if library.can_bypass_dispatcher(*given, *spec.tensors) and all(
+        g is None or library.have_same_dispatch_keys(g, lse) for g in (grad_out, grad_lse)
+    ):
+        with library.below_autograd():
+            saved = Saved(grad_out, grad_lse, out, lse)
+            return autograd.run_backward(Call(DENSE, q, k, v, spec), saved)[:3]
+    return torch.ops.fa.attention_backward(*given, *spec[:3], **keywords(spec))[:3]
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a result over other keys into out (B, H, S, D) and lse (B, H, S), in place."""
+    kind = (out.dtype, part.dtype, out.shape[3], out.device, out.numel() == 0)
+    run = _merging.get(kind)
+    if run is None:
+        call = Call(MERGE_INTO, out, out, out, backend="auto")
+        run = _merging[kind] = planning.plan_for(call).prepare(call)
+    run(out, lse, part, part_lse)

@@ -11,8 +11,8 @@ from fa_ops.call import checks
 from fa_ops.call.options import dtype_name
 from fa_ops.call.python_types import Window, need_bool, need_tensor, read_scale, sides
 from fa_ops.distributed import handshake
-from fa_ops.distributed.exchange import Exchange, all_gather
 from fa_ops.distributed.layout import groups_of, outside_graphs
+from fa_ops.distributed.transport import Exchange, all_gather
 from fa_ops.functions import attention
 from fa_ops.functions.kv_cache import attention_with_kv_cache
 

@@ -20,12 +20,12 @@ from fa_ops.distributed import (
     balance,
     balanced_layout,
     context_parallel_attention,
-    exchange,
     explain_context_parallel,
     measure_link_rate,
     ring_steps,
     schedule,
     shard,
+    transport,
     ulysses,
     unshard,
 )
@@ -127,13 +127,13 @@ def check_repeatable() -> None:
 
 def sent_elements(function) -> int:
     """How many elements this process sends from one process to another."""
-    original, sent = exchange.Exchange.start, []
+    original, sent = transport.Exchange.start, []
 
     def start(self, sends, receives, what):
         sent.extend(x.numel() for _, x in sends)
         return original(self, sends, receives, what)
 
-    with mock.patch.object(exchange.Exchange, "start", start):
+    with mock.patch.object(transport.Exchange, "start", start):
         function()
     return sum(sent)
 

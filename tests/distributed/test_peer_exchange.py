@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fa_ops.distributed import (
     context_parallel_attention,
-    exchange,
     explain_context_parallel,
-    step_calls,
+    ring_steps,
     transport,
 )
 from tests.distributed.context_cases import ContextCase, assert_case_right
@@ -46,7 +45,7 @@ def check_case(**fields) -> None:
     sent = mock.Mock(side_effect=AssertionError("a message was sent"))
     case = ContextCase(**fields)
     where = mesh(2, 2) if case.inner > 1 else mesh(WORLD)
-    with mock.patch.object(exchange.Exchange, "keys", sent):
+    with mock.patch.object(transport.Exchange, "keys", sent):
         assert_case_right(case, where, WORLD)
 
 
@@ -106,7 +105,7 @@ def check_failure() -> None:
     expected = step(tensors, "ring", transport="nccl")
     failing = [
         mock.patch.object(transport, "tokens_first", side_effect=MemoryError("no memory")),
-        mock.patch.object(step_calls, "backward", side_effect=MemoryError("no memory")),
+        mock.patch.object(ring_steps, "backward", side_effect=MemoryError("no memory")),
     ]
     for is_backward, fails in enumerate(failing):
         out = context_parallel_attention(*tensors, None, "ring", is_causal=True)
@@ -129,7 +128,7 @@ def check_failure() -> None:
 def check_choice() -> None:
     """All take the memory that they share, unless messages are asked for; "peer" raises without."""
     use_files()
-    with mock.patch.object(exchange.Exchange, "keys", side_effect=AssertionError("a message")):
+    with mock.patch.object(transport.Exchange, "keys", side_effect=AssertionError("a message")):
         context_parallel_attention(*inputs(), None, "ring")
         with pytest.raises(AssertionError, match="a message"):
             context_parallel_attention(*inputs(), None, "ring", transport="nccl")
@@ -164,10 +163,10 @@ def check_choice() -> None:
 def test_rows_are_copied_by_16_bytes_where_possible(dtype, width, offset, is_wide):
     of = torch.randn(2, 5, 3, width + offset).to(dtype)[..., offset:].transpose(1, 2)
     to = torch.zeros(2, 3, 5, width, dtype=dtype)
-    assert exchange._has_wide_rows(of) == is_wide
-    exchange.copy_rows(to, of)
+    assert transport._has_wide_rows(of) == is_wide
+    transport.copy_rows(to, of)
     assert torch.equal(to, of)
-    exchange.copy_rows(to.float(), of)
+    transport.copy_rows(to.float(), of)
 
 
 CHECKS = {

@@ -1,13 +1,15 @@
-"""Ring attention, on gloo processes or two GPUs, against one call over the whole sequence."""
+"""The scheme "ring", on gloo processes or two GPUs, against one call over the whole sequence."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fa_ops
-from fa_ops.distributed import ring_attention, shard, unshard
+from fa_ops.distributed import context_parallel_attention, shard, unshard
 from tests.distributed.processes import Verdicts, run_checks
 
 CASES = {
@@ -24,6 +26,9 @@ CASES = {
     "lse alone": {"is_causal": True, "loss": lambda out, lse: lse.cos().sum()},
     "out alone": {"is_causal": True, "loss": lambda out, lse: out.sin().sum()},
 }  # fmt: skip
+
+
+ring_attention = functools.partial(context_parallel_attention, scheme="ring")
 
 
 def loss_of_both(out, lse):
@@ -43,7 +48,8 @@ def check(
     if bshd:
         parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts]
     parts = [x.requires_grad_() for x in parts]
-    found = ring_attention(*parts, group, zigzag=zigzag, return_lse=True, **options)
+    layout = "zigzag" if zigzag else "contiguous"
+    found = ring_attention(*parts, group, layout=layout, return_lse=True, **options)
     assert found[0].dtype == dtype and found[1].dtype == torch.float32
     expected = fa_ops.attention(*whole, return_lse=True, **options)
     tolerance = {"atol": 3e-2, "rtol": 2e-2}
@@ -78,12 +84,10 @@ def check_errors():
     q, odd = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 3, 8)
     with pytest.raises(ValueError, match=r"key must have shape \(B, H, S, D\), got \(2, 4, 8\)"):
         ring_attention(q, q[0], q)
-    with pytest.raises(ValueError, match="key must be as long as query if is_causal, got 3 and 4"):
-        ring_attention(q, odd, odd, is_causal=True)
     if dist.get_world_size() > 1:
         with pytest.raises(ValueError, match="even number of tokens in zigzag order, got 3"):
             ring_attention(odd, odd, odd, is_causal=True)
-    out = ring_attention(odd, odd, odd, is_causal=True, zigzag=False)
+    out = ring_attention(odd, odd, odd, is_causal=True, layout="contiguous")
     assert out.shape == odd.shape
     with pytest.raises(TypeError, match="key is float64, but query is float32"):
         ring_attention(q, q.double(), q)

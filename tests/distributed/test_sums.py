@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_ops.distributed.partial_sums import TokenSum, parts_of
+from fa_ops.distributed.ring_steps import TokenSum
+from fa_ops.distributed.schedule import parts_of
 
 PLACES = {
     "all tokens, then some": [(0, 12), (4, 9)],

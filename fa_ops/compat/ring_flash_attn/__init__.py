@@ -14,24 +14,22 @@ are compared between processes before anything is sent. The striped functions do
 place of the adapter for transformers there is `hf_integration.context_parallel`.
 """
 
-from fa_ops.compat.ring_flash_attn.dense import (
-    ring_flash_attn_func,
-    ring_flash_attn_kvpacked_func,
-    ring_flash_attn_qkvpacked_func,
-    zigzag_ring_flash_attn_func,
-    zigzag_ring_flash_attn_kvpacked_func,
-    zigzag_ring_flash_attn_qkvpacked_func,
-)
 from fa_ops.compat.ring_flash_attn.llama3 import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
     llama3_flash_attn_varlen_kvpacked_func,
     llama3_flash_attn_varlen_qkvpacked_func,
 )
-from fa_ops.compat.ring_flash_attn.varlen import (
+from fa_ops.compat.ring_flash_attn.ring import (
+    ring_flash_attn_func,
+    ring_flash_attn_kvpacked_func,
+    ring_flash_attn_qkvpacked_func,
     ring_flash_attn_varlen_func,
     ring_flash_attn_varlen_kvpacked_func,
     ring_flash_attn_varlen_qkvpacked_func,
+    zigzag_ring_flash_attn_func,
+    zigzag_ring_flash_attn_kvpacked_func,
+    zigzag_ring_flash_attn_qkvpacked_func,
     zigzag_ring_flash_attn_varlen_func,
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
