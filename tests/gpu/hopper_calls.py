@@ -21,7 +21,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
     module = hopper._decoding_module(q, k, v, spec)
     if module is not None:
-        return module.forward(q, k, v, Cache(), spec)
+        return cache_forward(q, k, v, Cache(), spec)
     return dense_forward.forward(q, k, v, spec)
 
 
@@ -29,4 +29,7 @@ def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
     """Attention over a key-value cache: out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
-    return hopper._cache_module(q, k, v, cache).forward(q, k, v, cache, spec)
+    module = hopper._cache_module(q, k, v, cache)
+    if module is dense_forward:
+        return dense_forward.cached_forward(q, k, v, cache, spec)
+    return module.forward(q, k, v, cache, spec)

@@ -189,7 +189,11 @@ def _rare_plan(kind: str) -> Plan:
 
 
 def _plan_of(module: ModuleType) -> Plan:
-    return Plan(module.__name__.rpartition(".")[2], module.prepare)
+    """The plan of calls over a cache by one of the modules of `_cache_module`."""
+    name = module.__name__.rpartition(".")[2]
+    if name == "forward":  # whose `prepare` is for dense calls
+        return Plan("prefill", module.prepare_cached)
+    return Plan(name, module.prepare)
 
 
 def _decoding_module(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType | None:

@@ -89,18 +89,19 @@ def test_a_prepared_call_fills_the_same_struct(driver, page):
     if not page:
         cache, (k, v) = Cache(), (torch.randn(2, 4, 640, 64, dtype=torch.bfloat16) for _ in "kv")
     call = Call(CACHED, q, k, v, spec, cache=cache)
-    run = forward.prepare_cached(call)
+    run, of_backend = forward.prepare_cached(call), hopper.plan(call).prepare(call)
     # all but the results and the counter of tiles
     found = []
     for attend in (
         lambda: run(q, k, v, call.tensors),
+        lambda: of_backend(q, k, v, call.tensors),
         lambda: forward.cached_forward(q, k, v, cache, spec),
     ):
         out, lse = attend()
         params = driver.launched[-1].params
         assert struct.unpack_from("<2Q", params, 384) == (out.data_ptr(), lse.data_ptr())
         found.append((params[:384], params[400:464], params[472:]))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def test_one_kernel_serves_all_lengths_and_tables(driver, monkeypatch):
