@@ -1,17 +1,101 @@
-"""How a forward pass is cut into tiles: heads of a group, parts of the keys, and their merge."""
+"""Forward passes of the Hopper backend on the host: the kernels and tiles of a call; exact rows."""
 
 import ctypes
 import struct
 
+import numpy as np
 import pytest
 import torch
 
+from fa_ops.backends import mask_blocks
+from fa_ops.backends.hopper import forward
 from fa_ops.backends.hopper import forward as prefill
 from fa_ops.backends.hopper.configs import forward_config, short_config
 from fa_ops.backends.hopper.forward import MAX_SPLITS, Combine, Shape, tiling_of
-from fa_ops.backends.hopper.runtime import nvrtc
+from fa_ops.backends.hopper.problem import UNBOUNDED, window_sides
+from fa_ops.backends.hopper.runtime import nvrtc, structs
 from fa_ops.call.options import Cache, Spec
 from tests.backends.hopper.cuda_as_cpp import built, needs_compiler
+
+# A forward call of the Hopper backend on the host: which kernels it has compiled.
+
+
+@pytest.fixture
+def compiled(driver, monkeypatch):
+    """The rows of each tile that was asked for, in order."""
+    rows = []
+
+    def program(source, entry, defines):
+        if "BLOCK_M" in defines:
+            rows.append(defines["BLOCK_M"])
+        return entry
+
+    monkeypatch.setattr(nvrtc, "program", program)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "is_causal, left, right, sides, is_bounded",
+    [
+        (False, -1, -1, (UNBOUNDED, UNBOUNDED), False),
+        (False, 0, -1, (0, UNBOUNDED), True),
+        (False, 0, 5, (0, 5), True),
+        (False, 7, 0, (7, 0), True),
+        (False, 2**31 - 1, 2**31 - 1, (UNBOUNDED, UNBOUNDED), False),
+        (True, -1, -1, (UNBOUNDED, 0), True),
+        (True, 0, 5, (0, 0), True),
+    ],
+)
+def test_window_sides(is_causal, left, right, sides, is_bounded):
+    assert window_sides(is_causal, left, right) == (*sides, is_bounded)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_left": 70}])
+@pytest.mark.parametrize("D, rows", [(64, 256), (128, 128), (192, 128), (256, 128), (512, 128)])
+def test_nothing_compiles_when_only_lengths_change(compiled, D, rows, options):
+    for S in (100, 3000):
+        q = torch.empty(1, 2, S, D, dtype=torch.bfloat16)
+        forward.forward(q, q, q, Spec(**options))
+        assert compiled == [rows]
+
+
+def test_wide_heads_have_a_cluster_of_two_ctas_for_each_tile(driver):
+    q, k = (torch.empty(2, H, 300, 512, dtype=torch.bfloat16) for H in (6, 2))
+    forward.forward(q, k, k, Spec(is_causal=True))
+    grid, _ = driver.last("forward_wide")
+    assert grid[0] == 2 * 2 * 6 * 3
+
+
+def test_masks_and_dropout_have_a_tile_of_their_own(compiled):
+    q = torch.empty(1, 2, 100, 64, dtype=torch.bfloat16)
+    forward.forward(q, q, q, Spec(attn_mask=torch.ones(100, 100, dtype=torch.bfloat16)[None, None]))
+    assert compiled == [192]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
+def test_tiles_are_skipped_by_the_lists_of_a_mask(dtype, driver, compiled, monkeypatch):
+    layout = structs.struct_layout("forward_rows.cuh", "ForwardParams")
+    read = driver.read
+    monkeypatch.setattr(driver, "read", lambda name, at: read(name, at) if name == "forward" else 0)
+    driver.struct_bytes = layout.size
+    q, mask = torch.empty(2, 4, 200, 64).bfloat16(), torch.ones(2, 1, 200, 200, dtype=dtype)
+    blocks = mask_blocks.mask_blocks(mask)
+    spec = Spec(attn_mask=mask, mask_blocks=blocks)
+    at = layout.fields["blocks"].offset
+    if dtype != torch.bool:
+        bias = structs.struct_layout("masks.cuh", "Bias")
+        at = layout.fields["bias"].offset + bias.fields["blocks"].offset
+    for lists, expected in (
+        (None, (0, 0, 0, 0, 0)),
+        (blocks, (blocks.data_ptr(), 4 * blocks.shape[2], 0, 2, 2)),
+    ):
+        forward.forward(q, q, q, spec._replace(mask_blocks=lists))
+        _, data = driver.last("forward")
+        assert struct.unpack_from("<Q2q2i", data, at) == expected
+    assert compiled[-2:] == [192, 128]
+
+
+# How a forward pass is cut into tiles: heads of a group, parts of the keys, and their merge.
 
 
 def tiling(D, B, Hq, Hkv, Sq, keys, **can):
@@ -193,3 +277,131 @@ def test_parts_are_written_by_one_kernel_and_read_by_the_next(driver, monkeypatc
     numbers = [struct.unpack("<i", ctypes.string_at(read[1][1][i], 4))[0] for i in range(5, 10)]
     assert numbers == [splits, rows, 20, 8, 64]
     assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
+
+
+# The exact path of a row that the fast path cannot give: its own source, as C++ on the CPU.
+
+ROW = """
+#define IS_BF16 1
+#include "exact_row.cuh"
+"""
+# A row of 64 columns of values, with a mask of its keys.
+CALL = """
+struct Row {
+  int begin, end, D;
+  float scale_log2;
+  const Element *q, *k, *v;
+  const unsigned char* kept;
+  bool attends(int key) const { return kept[key]; }
+  float score(int key) const { return dot(q, k + key * D, D); }
+  float weight(int, float x) const { return x; }
+  const Element* value(int key) const { return v + key * 64; }
+};
+static Row row;
+static float* out;
+static bool is_lost;
+static int replaced[32];
+static void one_warp() {
+  ExactColumns found = {};
+  const int lane = threadIdx.x & 31;
+  replaced[lane] = attend_exactly(row, lane * 2, 64, found, is_lost);
+  out[lane * 2] = found.x.x / found.sum, out[lane * 2 + 1] = found.x.y / found.sum;
+  if (lane == 0) out[64] = found.max, out[65] = found.sum;
+}
+extern "C" int run(const Row* given, float* to, int lost) {
+  row = *given, out = to, is_lost = lost;
+  run_warp(one_warp);
+  for (int lane = 1; lane < 32; lane++) if (replaced[lane] != replaced[0]) return -1;
+  return replaced[0];
+}
+"""
+
+
+class Row(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("first", "last", "D")),
+        ("scale_log2", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "kept")),
+    ]
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    return built(tmp_path_factory.mktemp("exact"), "row", ROW + CALL).run
+
+
+def attend(kernel, q, k, v, kept, first, last, scale, lost=False):
+    """Whether the row is replaced, by what, and its lse."""
+    bits = np.ascontiguousarray(kept, dtype=np.uint8)
+    row = Row(
+        first, last, len(q), scale * np.log2(np.e), q.data_ptr(), k.data_ptr(), v.data_ptr(),
+        bits.ctypes.data,
+    )  # fmt: skip
+    out = np.full(66, 7.0, np.float32)
+    found = kernel(ctypes.byref(row), out.ctypes.data_as(ctypes.c_void_p), int(lost))
+    return found, out[:64], out[64] * scale + np.log(out[65])
+
+
+def inputs(seed, keys=150, D=40):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(*s, generator=g) for s in ((D,), (keys, D), (keys, 64)))
+    kept = torch.rand(keys, generator=g) < 0.7
+    return *(x.bfloat16() for x in (q, k, v)), kept
+
+
+def expected(q, k, v, kept, first, last, scale):
+    keys = torch.arange(len(k))[(torch.arange(len(k)) >= first) & (torch.arange(len(k)) < last)]
+    keys = keys[kept[keys]]
+    s = (k[keys].double() @ q.double()) * scale
+    return s.softmax(0) @ v[keys].double(), s.logsumexp(0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_row_does_not_attend_does_not_reach_it(kernel, seed):
+    q, k, v, kept = inputs(seed)
+    first, last = (0, 150) if seed % 2 else (13, 101)
+    want, lse = expected(q, k, v, kept, first, last, 0.2)
+    v[~kept], k[~kept] = torch.nan, torch.inf
+    v[:first], v[last:] = torch.inf, torch.nan
+    found, out, got = attend(kernel, q, k, v, kept, first, last, 0.2)
+    assert found == 1
+    np.testing.assert_allclose(out, want.numpy(), rtol=1e-4, atol=1e-5)
+    assert abs(got - lse.item()) < 1e-4
+
+
+@needs_compiler
+def test_the_fast_result_stands_where_an_attended_key_explains_it(kernel):
+    q, k, v, kept = inputs(0)
+    v[40], kept[40] = torch.nan, True
+    assert attend(kernel, q, k, v, kept, 0, 150, 0.2)[0] == 0
+    found, out, _ = attend(kernel, q, k, v, kept, 0, 150, 0.2, lost=True)
+    assert found == 1 and np.isnan(out).all()
+
+
+@needs_compiler
+def test_one_poisoned_column_stays_in_its_column(kernel):
+    q, k, v, kept = inputs(1)
+    kept[60] = True
+    want, _ = expected(q, k, v, kept, 0, 150, 0.2)
+    v[60, 5] = torch.inf
+    found, out, _ = attend(kernel, q, k, v, kept, 0, 150, 0.2)
+    assert found == 1 and np.isinf(out[5])
+    rest = np.arange(64) != 5
+    np.testing.assert_allclose(out[rest], want.numpy()[rest], rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_scores_too_large_for_their_scaled_differences(kernel):
+    q, k = torch.full((40,), 133120.0).bfloat16(), torch.full((150, 40), 133120.0).bfloat16()
+    _, _, v, kept = inputs(2)
+    found, out, _ = attend(kernel, q, k, v, kept, 0, 150, 40**-0.5, lost=True)
+    assert found == 1
+    np.testing.assert_allclose(out, v[kept].double().mean(0).numpy(), rtol=1e-3, atol=1e-4)
+
+
+@needs_compiler
+def test_a_row_without_keys(kernel):
+    q, k, v, kept = inputs(3)
+    found, _, lse = attend(kernel, q, k, v, np.zeros(150), 0, 150, 0.2)
+    assert found == 1 and lse == -np.inf
