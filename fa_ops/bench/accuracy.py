@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import perplexity, report
+from fa_ops.bench import report
 from fa_ops.bench.peers import E4M3, failure, scaled_call, scaled_flash_attn_3
 from fa_ops.cli import options
 
@@ -134,17 +134,12 @@ def main(
     heads: Annotated[int, typer.Option(min=1, help="query and key heads")] = 4,
     head_dim: Annotated[int, typer.Option(min=1, max=256, help="features of a head")] = 128,
     only: options.Only = None,
-    language_model: Annotated[
-        bool, typer.Option(help="also measure SmolLM2's perplexity and greedy tokens")
-    ] = False,
     json: options.Json = None,
 ) -> None:
     """Compare errors of 16-bit and 8-bit attention with float64."""
     device = options.device(device)
     names = options.matching(only, list(DISTRIBUTIONS), "distribution")
     sizes = parsed(lengths, device)
-    if language_model:
-        perplexity.check_installed()
     total = len(names) * len(sizes)
     steps = measurements(names, sizes, queries, heads, head_dim, device)
     progress = Console(stderr=True)
@@ -156,13 +151,8 @@ def main(
     for name, error in rows[0].errors.items():
         if not isinstance(error, Errors):
             console.print(f"{name}: {error}", highlight=False, markup=False)
-    found = records(rows)
-    if language_model:
-        measured = perplexity.measure(device)
-        console.print(perplexity.table(measured))
-        found += [{"implementation": m.name} | m._asdict() for m in measured]
     if json is not None:
-        report.write_json(json, device, "accuracy", found)
+        report.write_json(json, device, "accuracy", records(rows))
 
 
 # Inputs whose attention is computed to measure errors: a few queries and many keys.

@@ -19,7 +19,7 @@ from fa_ops.bench import features as feature_costs
 from fa_ops.bench import first as first_calls
 from fa_ops.bench import host as host_calls
 from fa_ops.bench import memory as memory_peaks
-from fa_ops.bench import peers, problems, report, timing
+from fa_ops.bench import peers, problems, report
 from fa_ops.bench import quantized as quantized_calls
 from fa_ops.bench.sweep import sweep
 from fa_ops.cli import options
@@ -35,7 +35,6 @@ Plot = Annotated[
     typer.Option(help="plot the grid into this PNG", callback=options.in_existing_folder),
 ]
 Budget = Annotated[float, typer.Option(min=0.1, help="milliseconds to time each cell for")]
-Bursts = Annotated[int, typer.Option(min=1, help="number of samples of each call")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads")]
 
 
@@ -86,18 +85,6 @@ app.command("backward", help=_BACKWARD)(_sweep_command("backward"))
 
 
 @app.command()
-def host(device: Device = "auto", json: Json = None, bursts: Bursts = 300) -> None:
-    """Measure the host time of a small eager call and its parts, without and with gradients."""
-    device = options.device(device)
-    times = timing.host_times(host_calls.runs(device), device, bursts)
-    console.print(report.host_table(times))
-    if device == "cpu":
-        console.print("on a CPU a call's time includes its computation")
-    if json is not None:
-        report.write_json(json, device, "host", report.host_records(times))
-
-
-@app.command()
 def features(
     device: Device = "auto",
     tokens: Annotated[
@@ -135,5 +122,6 @@ app.command("accuracy")(accuracy_errors.main)
 app.command("cpu")(cpu_calls.main)
 app.command("decode")(decode_calls.main)
 app.command("first")(first_calls.main)
+app.command("host")(host_calls.main)
 app.command("memory")(memory_peaks.main)
 app.command("quantized")(quantized_calls.main)

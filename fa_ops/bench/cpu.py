@@ -22,8 +22,8 @@ from torch import Tensor
 
 import fa_ops
 from fa_ops.bench.report import environment
+from fa_ops.bench.timing import peak_memory
 from fa_ops.call.options import Spec
-from fa_ops.cli.measure import peak_memory
 from fa_ops.cli.options import Only, matching
 from fa_ops.testing import naive
 

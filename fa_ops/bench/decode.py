@@ -23,10 +23,9 @@ from torch import Tensor
 
 import fa_ops
 from fa_ops.backends import reference
-from fa_ops.bench import report, timing
-from fa_ops.bench.decode_peers import PEERS, ours
-from fa_ops.bench.decode_problems import PRESETS, Data, DecodeProblem
-from fa_ops.bench.peers import Call, Implementation, failure
+from fa_ops.bench import host, report, timing
+from fa_ops.bench.peers import DECODE_PEERS, Call, Implementation, decoders, failure
+from fa_ops.bench.problems import DECODE_PRESETS, DecodeData, DecodeProblem
 from fa_ops.call.options import Spec
 from fa_ops.cli import options
 
@@ -35,7 +34,7 @@ GRAPH_BYTES = 4e9  # calls are added to a graph until it reads this much
 console = Console()
 
 
-def _oracle(p: DecodeProblem, data: Data, k: Tensor, v: Tensor) -> Tensor:
+def _oracle(p: DecodeProblem, data: DecodeData, k: Tensor, v: Tensor) -> Tensor:
     """The last row's last kv head in float64: (1, group, queries, Dv)."""
     length = p.lengths()[-1]
     if p.page:
@@ -64,7 +63,7 @@ class Captured(NamedTuple):
     call: Call  # holds the memory that the graph reads, such as a peer's plan
 
 
-def _captured(implementation: Implementation, p: DecodeProblem, data: Data) -> Captured:
+def _captured(implementation: Implementation, p: DecodeProblem, data: DecodeData) -> Captured:
     """Check the result, then capture calls into a CUDA graph."""
     caches = [tuple(data.view(x, p, implementation.layout) for x in pair) for pair in data.caches]
     with implementation.context():
@@ -91,7 +90,7 @@ def measure(
     p: DecodeProblem, implementations: list[Implementation], budget_ms: float
 ) -> dict[str, float | str]:
     """Microseconds of one call of each implementation, or the reason why it could not run."""
-    data, graphs = Data(p), {}
+    data, graphs = DecodeData(p), {}
     results: dict[str, float | str] = {}
     for implementation in implementations:
         if p.page and implementation.ours and implementation.layout == "bshd":
@@ -199,8 +198,8 @@ def _rows(
 def host_times() -> dict[str, timing.Time]:
     """Host time of eager calls over caches so small that GPU time is negligible."""
     p = DecodeProblem(4, 512)
-    data, paged = Data(p), dataclasses.replace(p, page=16)
-    pages = Data(paged)
+    data, paged = DecodeData(p), dataclasses.replace(p, page=16)
+    pages = DecodeData(paged)
     k, v = (data.view(x, p, "bshd") for x in data.caches[0])
     kp, vp = (pages.view(x, paged, "") for x in pages.caches[0])
     new = torch.randn(p.B, p.Hkv, 1, p.D, device="cuda", dtype=p.dtype)
@@ -218,7 +217,7 @@ def host_times() -> dict[str, timing.Time]:
 
 
 def main(
-    preset: Annotated[str, typer.Option(help=f"the grid: {', '.join(PRESETS)}")] = "quick",
+    preset: Annotated[str, typer.Option(help=f"the grid: {', '.join(DECODE_PRESETS)}")] = "quick",
     only: options.Only = None,
     heads: Annotated[str | None, typer.Option(help="only these heads: 32/8,64/8")] = None,
     backend: Annotated[str | None, typer.Option(help="compare these: triton,hopper")] = None,
@@ -229,16 +228,16 @@ def main(
     seconds: Annotated[float, typer.Option(help="start no cell after this time; 0: all")] = 0.0,
 ) -> None:
     """Measure decoding and prefill over caches in a CUDA graph, with a cold L2 cache."""
-    options.preset(preset, PRESETS)
-    problems, known = _chosen(preset, heads), [*ours(backend), *PEERS]
+    options.preset(preset, DECODE_PRESETS)
+    problems, known = _chosen(preset, heads), [*decoders(backend), *DECODE_PEERS]
     names = options.matching(only, [i.name for i in known], "implementation")
     if not torch.cuda.is_available():
         raise typer.BadParameter("decoding is measured on a GPU, but torch finds no CUDA device")
     if preset == "host":
         times = host_times()
-        console.print(report.host_table(times))
+        console.print(host.table(times))
         if json is not None:
-            report.write_json(json, "cuda", "decode host", report.host_records(times))
+            report.write_json(json, "cuda", "decode host", host.records(times))
         return
     chosen = [i for i in known if i.name in names]
     with torch.no_grad():
@@ -256,7 +255,7 @@ def main(
 
 def _chosen(preset: str, heads: str | None) -> list[DecodeProblem]:
     """The preset's problems with the requested heads."""
-    problems = PRESETS[preset]()
+    problems = DECODE_PRESETS[preset]()
     known = dict.fromkeys(f"{p.Hq}/{p.Hkv}" for p in problems)
     wanted = options.words(heads) or known
     for pair in wanted:

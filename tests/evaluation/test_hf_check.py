@@ -6,7 +6,7 @@ import typer
 from torch import tensor
 
 import hf_integration
-from fa_ops.cli import smollm
+from fa_ops.cli import demo as smollm
 from tests.evaluation import hf_check as check
 
 

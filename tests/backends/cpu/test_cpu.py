@@ -13,8 +13,8 @@ from fa_ops.backends import cpu, reference
 from fa_ops.backends.cpu import dense
 from fa_ops.backends.cpu import scores as tiles
 from fa_ops.backends.cpu.scores import attended_ranges
+from fa_ops.bench.timing import peak_memory
 from fa_ops.call.options import Packing, Spec
-from fa_ops.cli.measure import peak_memory
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case
 from tests.kernels import assert_merges_into
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from fa_ops.cli import smollm
+from fa_ops.cli import demo as smollm
 from tests.evaluation.hf_sweep import inputs as make
 
 NEW_TOKENS = 4

@@ -1,4 +1,7 @@
-"""Perplexity and greedy tokens of SmolLM2 with 8-bit attention, beside 16-bit attention."""
+"""`python -m tests.evaluation.perplexity`: SmolLM2 with 8-bit attention, beside 16-bit attention.
+
+Its perplexity on documentation of Python's standard library, and its greedy tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,13 @@ from typing import NamedTuple
 
 import torch
 import typer
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fa_ops.cli import smollm
+from fa_ops.bench import report
+from fa_ops.cli import demo as smollm
+from fa_ops.cli import options
 
 # Text that every machine has: documentation of Python's standard library.
 SOURCES = (doctest, decimal.Decimal, argparse.ArgumentParser, logging.Logger,
@@ -93,3 +99,18 @@ def table(runs: list[LanguageModelRun]) -> Table:
         shown.add_row(run.name, f"{run.perplexity:.4f}", f"{run.perplexity / base - 1:+.3%}",
                       f"{run.same_predictions:.1%}", str(run.same_greedy))  # fmt: skip
     return shown
+
+
+def main(device: options.Device = "auto", json: options.Json = None) -> None:
+    """Compare the perplexity and the greedy tokens of eager attention, fa_ops and fa_ops_8bit."""
+    device = options.device(device)
+    check_installed()
+    measured = measure(device)
+    Console().print(table(measured))
+    if json is not None:
+        rows = [{"implementation": run.name} | run._asdict() for run in measured]
+        report.write_json(json, device, "perplexity", rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)

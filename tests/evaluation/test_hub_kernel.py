@@ -1,4 +1,4 @@
-"""`python -m fa_ops hub-kernel`: what is written can be loaded by `kernels` and transformers."""
+"""`tests.evaluation.hub_kernel`: what is written can be loaded by `kernels` and transformers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+import typer
+from typer.testing import CliRunner, Result
 
-from fa_ops.cli import app, hub_sources
+from tests.evaluation import hub_kernel
 
 LOAD = """
 import importlib.util, json, sys, torch
@@ -91,10 +92,16 @@ print("passed")
 """
 
 
+def command(*arguments: str, **options: object) -> Result:
+    app = typer.Typer()
+    app.command()(hub_kernel.main)
+    return CliRunner().invoke(app, arguments, **options)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "kernel"
-    result = CliRunner().invoke(app, ["hub-kernel", str(folder)])
+    result = command(str(folder))
     assert result.exit_code == 0, result.output
     return folder
 
@@ -148,7 +155,7 @@ def test_kernels_and_transformers_load_it(folder):
 def test_refusals(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    result = CliRunner().invoke(app, ["hub-kernel", *arguments], env={"COLUMNS": "200"})
+    result = command(*arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2 and message in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -165,4 +172,4 @@ def test_refusals(arguments, message, tmp_path, monkeypatch):
 )
 def test_imports_that_would_not_work_are_refused(source, message):
     with pytest.raises(ValueError, match=message):
-        hub_sources._relative("a/b.py", source, ["api.py", "a/b.py"])
+        hub_kernel._relative("a/b.py", source, ["api.py", "a/b.py"])
