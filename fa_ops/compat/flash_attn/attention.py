@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.python_types import checked_packing, need_tensor
-from fa_ops.compat.flash.arguments import (
+from fa_ops.compat.arguments import (
     DENSE,
     PACKED,
     Window,
@@ -25,7 +25,7 @@ from fa_ops.compat.flash.arguments import (
     signed_weights,
     unit_stride,
 )
-from fa_ops.compat.flash.cache import (
+from fa_ops.compat.caches import (
     attend_pages,
     attend_rows,
     caches_of,

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from fa_ops.backends import dropout
 from fa_ops.call.options import Spec, dtype_name
 from fa_ops.call.python_types import need_int, need_tensor, sides
-from fa_ops.compat.flash.arguments import (
+from fa_ops.compat.arguments import (
     PACKED,
     Window,
     flag,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fa_ops.call.python_types import need_tensor
-from fa_ops.compat.flash.arguments import (
+from fa_ops.compat.arguments import (
     DENSE,
     PACKED,
     Window,

@@ -8,8 +8,8 @@ from torch import Tensor
 from fa_ops.call import checks
 from fa_ops.call.options import Packing
 from fa_ops.call.python_types import checked_packing, need_tensor
-from fa_ops.compat.flash import arguments
-from fa_ops.compat.flash.arguments import (
+from fa_ops.compat import arguments
+from fa_ops.compat.arguments import (
     DENSE,
     PACKED,
     Window,
@@ -24,11 +24,9 @@ from fa_ops.compat.flash.arguments import (
     shape,
     unit_stride,
 )
-from fa_ops.compat.flash.cache import without_gradient
-from fa_ops.compat.flash_attn_3 import products
-from fa_ops.compat.flash_attn_3 import products as values
-from fa_ops.compat.flash_attn_3.arguments import Scales, check_unused, chunk_of
-from fa_ops.compat.flash_attn_3.products import attend_parts
+from fa_ops.compat.caches import without_gradient
+from fa_ops.compat.flash_attn_interface import products
+from fa_ops.compat.flash_attn_interface.products import Scales, attend_parts, check_unused, chunk_of
 from fa_ops.functions.attention import attention, attention_varlen, merge_states
 
 # flash_attn_func and flash_attn_qkvpacked_func of FlashAttention 3.
@@ -66,7 +64,7 @@ def flash_attn_func(
             ``None``: 1. fp8 inputs have a result in bfloat16; their backward pass raises. With
             ``qv`` the products are in bfloat16, of the same numbers.
         k_descale: the same of fp8 keys.
-        v_descale: the same of fp8 values.
+        v_descale: the same of fp8 products.
         window_size: number of visible keys on either side of a query's own position; negative:
             unbounded.
         attention_chunk: a query at position p attends only keys of its chunk, those from
@@ -100,10 +98,10 @@ def flash_attn_func(
         rows = torch.arange(q.shape[0], device=q.device)[:, None]
         wide = products.Widened(q, without_gradient(qv), {"k": k, "v": v}, eight_bit, rows)
         products.say(3, qv=qv)
-        out, lse = values.batch(wide.q, k, v, wide.qv, chunk, options)
+        out, lse = products.batch(wide.q, k, v, wide.qv, chunk, options)
         result = wide.result(out), lse
     elif qv is not None:
-        result = values.batch(q, k, v, qv, chunk, options)
+        result = products.batch(q, k, v, qv, chunk, options)
     else:
         if chunk:
             options["key_ranges"] = chunk_ranges(q.shape[1], k.shape[1], chunk, q.device)
@@ -243,7 +241,7 @@ def flash_attn_varlen_func(
 def _attend(q, k, v, qv, packing, kv_lens, options, with_lse) -> tuple[Tensor, ...]:
     """out, with or without lse."""
     if qv is not None:
-        return values.packed(q, k, v, qv, packing, kv_lens, options)
+        return products.packed(q, k, v, qv, packing, kv_lens, options)
     options = options | {"kv_lens": kv_lens, "return_lse": with_lse}
     q, k, v = map(unit_stride, (q, k, v))
     result = attend_parts(lambda part: attention_varlen(q, k, part, *packing, **options), v)

@@ -12,7 +12,7 @@ from fa_ops.backends import rotary
 from fa_ops.call import cache_checks, cache_memory, checks
 from fa_ops.call.checks import FP8
 from fa_ops.call.python_types import need_tensor
-from fa_ops.compat.flash.arguments import (
+from fa_ops.compat.arguments import (
     DENSE,
     PACKED,
     PAGES,

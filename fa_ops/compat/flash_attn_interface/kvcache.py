@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fa_ops.call import checks
 from fa_ops.call.python_types import need_tensor
-from fa_ops.compat.flash.arguments import (
+from fa_ops.compat.arguments import (
     DENSE,
     PACKED,
     Window,
@@ -23,7 +23,7 @@ from fa_ops.compat.flash.arguments import (
     shape,
     unit_stride,
 )
-from fa_ops.compat.flash.cache import (
+from fa_ops.compat.caches import (
     Caches,
     Rotation,
     append,
@@ -39,20 +39,22 @@ from fa_ops.compat.flash.cache import (
     saturated,
     without_gradient,
 )
-from fa_ops.compat.flash_attn_3.arguments import Scales, check_unused, chunk_of
-from fa_ops.compat.flash_attn_3.products import (
+from fa_ops.compat.flash_attn_interface.products import (
     E4M3,
     WIDE,
+    Scales,
     Widened,
     attend_none,
     attend_numbers,
     check_qv,
+    check_unused,
+    chunk_of,
     in_32_bits,
     rows_of_tokens,
     say,
     with_features_of_values,
 )
-from fa_ops.compat.flash_attn_3.products import check as check_numbers
+from fa_ops.compat.flash_attn_interface.products import check as check_numbers
 from fa_ops.functions import varlen as varlen_pages
 from fa_ops.functions.kv_cache import attention_with_kv_cache
 

@@ -1,1 +1,0 @@
-"""flash_attn.ops: what libraries import of it."""

@@ -1,1 +1,0 @@
-"""flash_attn.ops.triton: the module of rotary embedding, in operations of torch."""
