@@ -112,7 +112,7 @@ $(DOCS): $(STAMP)
 bench: $(STAMP)  ## benchmarks; ARGS="forward --preset standard --json out.json" for one
 	$(PY) -m fa_ops bench $(or $(ARGS),--help)
 
-lines: $(STAMP)  ## source lines of the installed packages
+lines: $(STAMP)  ## files, source lines and import graph of the installed packages
 	$(PY) -m tests.evaluation.lines
 
 clean:  ## remove the virtual environment and every build output

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("fa_ops", "compile_passes", "hf_integration")
+from tests.evaluation.lines import room_graph, rooms_of
+from tests.imports import (
+    PACKAGES,
+    ROOT,
+    imports,
+    modules,
+    modules_of,
+    ours,
+    reached,
+    top_level_imports,
+    within,
+)
 
 CALL = ("fa_ops.call", "fa_ops.tracing")
 PLANS = ("fa_ops.plans", *CALL)
@@ -97,57 +105,6 @@ PUBLIC = (
 )
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = list(path.relative_to(ROOT).with_suffix("").parts)
-            if parts[-1] == "__init__":
-                parts.pop()
-            yield ".".join(parts), ast.parse(path.read_text())
-
-
-def imports(tree: ast.AST) -> set[str]:
-    """Full names of all imports in the tree; `from a import b` counts as a.b."""
-    return _names(ast.walk(tree))
-
-
-def top_level_imports(tree: ast.Module) -> set[str]:
-    """Imports that run with the module: not those in functions or for type checking."""
-    return _names(_run_with_module(tree))
-
-
-def _run_with_module(node: ast.AST) -> Iterator[ast.AST]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return
-    yield node
-    children = node.orelse if _is_type_checking(node) else ast.iter_child_nodes(node)
-    for child in children:
-        yield from _run_with_module(child)
-
-
-def _names(nodes: Iterable[ast.AST]) -> set[str]:
-    names = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: imports are absolute"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-
-
-def within(name: str, prefixes: tuple[str, ...]) -> bool:
-    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
-
-
-def ours(names: set[str]) -> set[str]:
-    return {name for name in names if within(name, PACKAGES)}
-
-
 def allowed_imports(module: str) -> tuple[str, ...]:
     return TOP[max((prefix for prefix in TOP if within(module, (prefix,))), key=len)]
 
@@ -208,28 +165,27 @@ def within_any(names: set[str], prefixes: tuple[str, ...]) -> bool:
 
 def test_no_modules_import_each_other_in_a_circle():
     names = {name for name, _ in MODULES}
-    imported = {name: _modules_of(ours(top_level_imports(tree)), names) for name, tree in MODULES}
-    circles = [name for name in names if name in _reached(imported, name)]
+    imported = {name: modules_of(ours(top_level_imports(tree)), names) for name, tree in MODULES}
+    circles = [name for name in names if name in reached(imported, name)]
     assert not circles, sorted(circles)
 
 
 def test_circles_are_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
-    assert [name for name in sorted(graph) if name in _reached(graph, name)] == ["b", "c"]
+    assert [name for name in sorted(graph) if name in reached(graph, name)] == ["b", "c"]
 
 
-def _modules_of(imported: set[str], names: set[str]) -> set[str]:
-    """The files that are imported; a package that only gives a name of its module is none."""
-    return {name if name in names else name.rpartition(".")[0] for name in imported} & names
+def test_folders_do_not_import_each_other_in_a_circle():
+    """`python -m tests.evaluation.lines` prints what is counted here."""
+    for package in PACKAGES:
+        assert rooms_of(room_graph(ROOT, package)).circles == [], package
+    rooms = rooms_of(room_graph(ROOT, "fa_ops"))
+    assert rooms.rooms <= 16 and rooms.levels <= 10, rooms
 
 
-def _reached(imports: dict[str, set[str]], start: str) -> set[str]:
-    reached, waiting = set(), [start]
-    while waiting:
-        new = imports[waiting.pop()] - reached
-        reached |= new
-        waiting += new
-    return reached
+def test_levels_and_circles_of_folders_are_found():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"b", "e"}, "d": set(), "e": set()}
+    assert rooms_of(graph) == (5, 3, 5, [["b", "c"]])
 
 
 def test_installed_packages_do_not_import_tests():

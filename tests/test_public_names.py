@@ -18,7 +18,7 @@ from typing import ForwardRef
 
 import pytest
 
-from tests.test_layering import PACKAGES
+from tests.imports import PACKAGES
 
 PATH = Path(__file__).with_name("public_names.txt")
 COMPAT = "fa_ops.compat"

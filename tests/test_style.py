@@ -10,7 +10,8 @@ import pytest
 
 from fa_ops.backends.hopper.runtime.nvrtc import _included
 from tests.duplicates import MIN_LINES, duplicates
-from tests.test_layering import MODULES, PACKAGES, ROOT
+from tests.imports import PACKAGES, ROOT
+from tests.test_layering import MODULES
 
 # Exceptions from the limits; those that are no longer needed must be removed.
 SHARED_CLASS_NAMES: set[str] = set()

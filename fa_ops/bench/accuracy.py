@@ -19,9 +19,8 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import report
+from fa_ops.bench import options, report
 from fa_ops.bench.peers import E4M3, failure, scaled_call, scaled_flash_attn_3
-from fa_ops.cli import options
 
 console = Console()
 

@@ -19,11 +19,10 @@ from fa_ops.bench import features as feature_costs
 from fa_ops.bench import first as first_calls
 from fa_ops.bench import host as host_calls
 from fa_ops.bench import memory as memory_peaks
-from fa_ops.bench import peers, problems, report
+from fa_ops.bench import options, peers, problems, report
 from fa_ops.bench import quantized as quantized_calls
+from fa_ops.bench.options import Device, Json, Only
 from fa_ops.bench.sweep import sweep
-from fa_ops.cli import options
-from fa_ops.cli.options import Device, Json, Only
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 console = Console()

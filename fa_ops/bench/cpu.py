@@ -21,10 +21,10 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
+from fa_ops.bench.options import Only, matching
 from fa_ops.bench.report import environment
 from fa_ops.bench.timing import peak_memory
 from fa_ops.call.options import Spec
-from fa_ops.cli.options import Only, matching
 from fa_ops.testing import naive
 
 B, H, D = 1, 8, 64

@@ -23,11 +23,10 @@ from torch import Tensor
 
 import fa_ops
 from fa_ops.backends import reference
-from fa_ops.bench import host, report, timing
+from fa_ops.bench import host, options, report, timing
 from fa_ops.bench.peers import DECODE_PEERS, Call, Implementation, decoders, failure
 from fa_ops.bench.problems import DECODE_PRESETS, DecodeData, DecodeProblem
 from fa_ops.call.options import Spec
-from fa_ops.cli import options
 
 ROUNDS = 5
 GRAPH_BYTES = 4e9  # calls are added to a graph until it reads this much

@@ -11,9 +11,9 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
+from fa_ops.bench import options
 from fa_ops.bench.peers import compiled_flex
 from fa_ops.bench.timing import Run, Time, device_times
-from fa_ops.cli import options
 
 WINDOW, GLOBAL, DOCUMENT, SOFTCAP, DROPOUT = 1024, 128, 1024, 30.0, 0.1
 

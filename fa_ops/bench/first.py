@@ -28,8 +28,7 @@ from torch import Tensor
 import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper.runtime import nvrtc
-from fa_ops.bench import report
-from fa_ops.cli import options
+from fa_ops.bench import options, report
 
 COLD_MS, WARM_MS = 1000.0, 50.0  # limits for first calls with an empty and a full cache
 TIMEOUT = 120.0  # seconds for a process

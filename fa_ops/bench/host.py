@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
-from fa_ops.bench import report
+from fa_ops.bench import options, report
 from fa_ops.bench.sweep import grad_out
 from fa_ops.bench.timing import Run, Time, host_times
 from fa_ops.call.call import DENSE, Call, Saved
-from fa_ops.cli import options
 from fa_ops.plans import dispatch, planning
 
 SHAPE = (1, 8, 64, 64)

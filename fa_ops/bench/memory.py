@@ -20,10 +20,9 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import peers, report
+from fa_ops.bench import options, peers, report
 from fa_ops.bench.problems import Problem
 from fa_ops.bench.timing import peak_memory
-from fa_ops.cli import options
 
 GPU_LENGTHS = "1024,2048,4096,8192,16384,32768,65536"
 CPU_LENGTHS = "512,1024,2048,4096"

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
+from fa_ops.bench import options
 from fa_ops.bench.problems import DecodeData, DecodeProblem, Problem
-from fa_ops.cli import options
 from fa_ops.plans import dispatch
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -23,11 +23,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fa_ops
-from fa_ops.bench import peers, report
+from fa_ops.bench import options, peers, report
 from fa_ops.bench.peers import E4M3, failure, scaled_call, scaled_flash_attn_3
 from fa_ops.bench.problems import PRESETS, Problem
 from fa_ops.bench.timing import Run, Time, device_times
-from fa_ops.cli import options
 
 _PROFILED = 10  # calls
 BASELINE = "bfloat16"

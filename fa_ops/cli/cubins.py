@@ -18,7 +18,7 @@ from rich.progress import track
 from fa_ops import __version__
 from fa_ops.backends.hopper.runtime import cubin_cache, nvrtc
 from fa_ops.backends.hopper.runtime import warm as kernels
-from fa_ops.cli import options
+from fa_ops.bench import options
 
 HeadDims = Annotated[
     list[int] | None,

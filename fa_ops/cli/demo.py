@@ -22,8 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import timing
-from fa_ops.cli import options
+from fa_ops.bench import options, timing
 
 LENGTHS = (512, 2048)
 CAPTION = (

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from fa_ops.bench import options
 from fa_ops.bench.report import environment, write_json
 from fa_ops.call import backend_option, cache_checks, checks
 from fa_ops.call.call import CACHED, DENSE, PACKED, QUANTIZED, Call, Saved
-from fa_ops.cli import options
 from fa_ops.plans import dispatch
 from fa_ops.testing import Arena, CacheCase, QuantizedCase, assert_right, make_case, random_calls
 from fa_ops.testing.allocators import poisoned_memory

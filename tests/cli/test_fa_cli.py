@@ -15,8 +15,8 @@ from expecttest import assert_expected_inline
 from typer.testing import CliRunner
 
 import fa_ops
-from fa_ops.bench import timing
-from fa_ops.cli import app, demo, doctor, options
+from fa_ops.bench import options, timing
+from fa_ops.cli import app, demo, doctor
 
 
 def invoke(*arguments: str):

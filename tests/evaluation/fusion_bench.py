@@ -34,8 +34,7 @@ from torch import Tensor
 from torch._dynamo.utils import compilation_time_metrics, counters
 
 from compile_passes.install import TIMER, install
-from fa_ops.bench import report
-from fa_ops.cli import options
+from fa_ops.bench import options, report
 from tests.evaluation.fusion_workloads import (
     LLAMA_3_8B,
     TINY,

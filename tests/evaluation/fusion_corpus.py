@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compile_passes.fuse import fuse_module
 from compile_passes.install import install, uninstall
-from fa_ops.cli import options
+from fa_ops.bench import options
 from fa_ops.testing import assert_within_budget
 
 TRAIN, DYNAMIC = "train", "dynamic"

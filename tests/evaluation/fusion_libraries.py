@@ -23,8 +23,8 @@ from rich.table import Table
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
-from fa_ops.cli import options
-from fa_ops.cli.options import in_existing_folder
+from fa_ops.bench import options
+from fa_ops.bench.options import in_existing_folder
 from tests.evaluation.fusion_sweep import run_mode
 from tests.evaluation.hf_sweep.run import time_limit
 from tests.evaluation.library_models import LIBRARIES

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 import hf_integration
 from fa_ops.bench import report
-from fa_ops.cli.options import in_existing_folder
+from fa_ops.bench.options import in_existing_folder
 from tests.evaluation import hf_bench_peers as peers
 from tests.evaluation.hf_bench_parts import PARTS
 from tests.evaluation.hf_bench_shapes import SHAPES, Sizes, build

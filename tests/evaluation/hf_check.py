@@ -19,8 +19,8 @@ import typer
 from torch import Tensor
 
 import hf_integration
+from fa_ops.bench.options import in_existing_folder
 from fa_ops.cli import demo as smollm
-from fa_ops.cli.options import in_existing_folder
 
 PROMPTS = (
     "Name the planets of the solar system.",

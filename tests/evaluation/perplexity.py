@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fa_ops.bench import report
+from fa_ops.bench import options, report
 from fa_ops.cli import demo as smollm
-from fa_ops.cli import options
 
 # Text that every machine has: documentation of Python's standard library.
 SOURCES = (doctest, decimal.Decimal, argparse.ArgumentParser, logging.Logger,

@@ -29,9 +29,9 @@ import torch
 import typer
 from torch import Tensor
 
+from fa_ops.bench.options import in_existing_folder, one_of, words
 from fa_ops.bench.problems import PRESETS
 from fa_ops.bench.timing import Run, device_times, host_times
-from fa_ops.cli.options import in_existing_folder, one_of, words
 from tests.gpu import checkouts
 from tests.gpu.compared_calls import DEVICE, GROUPS, Call, host_sdpa, rows
 from tests.kernels import relative_error

@@ -1,4 +1,4 @@
-"""Options shared by several commands. Errors are typer.BadParameter, which exits with status 2."""
+"""Options of several commands of `fa_ops`. Errors are typer.BadParameter: exit status 2."""
 
 from __future__ import annotations
 
