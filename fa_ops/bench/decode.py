@@ -54,7 +54,7 @@ def _oracle(p: DecodeProblem, data: DecodeData, k: Tensor, v: Tensor) -> Tensor:
     return reference.dense(q, k, v[..., : p.Dv or p.D], Spec(is_causal=p.queries > 1))[0]
 
 
-class Captured(NamedTuple):
+class CapturedCalls(NamedTuple):
     """Calls in a CUDA graph."""
 
     graph: torch.cuda.CUDAGraph
@@ -62,7 +62,7 @@ class Captured(NamedTuple):
     call: Call  # holds the memory that the graph reads, such as a peer's plan
 
 
-def _captured(implementation: Implementation, p: DecodeProblem, data: DecodeData) -> Captured:
+def _captured(implementation: Implementation, p: DecodeProblem, data: DecodeData) -> CapturedCalls:
     """Check the result, then capture calls into a CUDA graph."""
     caches = [tuple(data.view(x, p, implementation.layout) for x in pair) for pair in data.caches]
     with implementation.context():
@@ -82,7 +82,7 @@ def _captured(implementation: Implementation, p: DecodeProblem, data: DecodeData
         with torch.cuda.graph(graph):
             for n in range(calls):
                 call(data.q, *caches[n % data.count])
-    return Captured(graph, calls, call)
+    return CapturedCalls(graph, calls, call)
 
 
 def measure(

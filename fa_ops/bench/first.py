@@ -35,7 +35,7 @@ TIMEOUT = 120.0  # seconds for a process
 console = Console()
 
 
-class First(NamedTuple):
+class FirstCall(NamedTuple):
     """One synchronised call: its time, the kernels it compiled, and the time compiling took."""
 
     length: int
@@ -48,9 +48,9 @@ class FamilyRow(NamedTuple):
     """A family's first call with an empty cache, the calls after it, and one with a full cache."""
 
     family: str
-    cold: First
-    others: list[First]
-    warm: First
+    cold: FirstCall
+    others: list[FirstCall]
+    warm: FirstCall
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 def measure(
     family: KernelFamily, lengths: tuple[int, ...], device: str, backend: str
-) -> list[First]:
+) -> list[FirstCall]:
     """Make calls of these lengths in order in this process, and synchronise after each."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     unrelated = torch.ones(8, device=device, requires_grad=True)
@@ -96,7 +96,7 @@ def measure(
             synchronize()
             ms = (time.perf_counter() - start) * 1e3
         del result
-        calls.append(First(length, ms, len(spans), covered(spans) * 1e3))
+        calls.append(FirstCall(length, ms, len(spans), covered(spans) * 1e3))
     return calls
 
 
@@ -112,7 +112,7 @@ def measure_in_new_process(
     lengths: tuple[int, ...],
     device: str = "cuda",
     backend: str = "hopper",
-) -> list[First]:
+) -> list[FirstCall]:
     """`measure` in a process that has imported this module and done nothing else.
 
     Raises:
@@ -169,7 +169,7 @@ def table(title: str, rows: list[FamilyRow]) -> Table:
     return table
 
 
-def _cell(first: First) -> str:
+def _cell(first: FirstCall) -> str:
     return f"{first.ms:.1f}" + (f" +{first.compiled}" if first.compiled else "")
 
 

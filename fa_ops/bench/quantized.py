@@ -37,7 +37,7 @@ Call = Callable[[], object]
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredCall:
     """One call on one problem: its time and that of its kernels in milliseconds, or a reason."""
 
     problem: Problem
@@ -78,7 +78,7 @@ CALLS: dict[str, Callable[..., Call]] = {
 
 def measure(
     problem: Problem, names: list[str], device: str, budget_ms: float
-) -> Iterator[Measured]:
+) -> Iterator[MeasuredCall]:
     """Time the calls of these names, alternating between them, and profile them on a GPU."""
     q, k, v = problem.inputs(device, "bshd")
     runs, kernels, reasons = {}, {}, {}
@@ -93,9 +93,9 @@ def measure(
     times = device_times(runs, device, budget_ms)
     for name in names:
         if name in times:
-            yield Measured(problem, name, times[name], kernels[name])
+            yield MeasuredCall(problem, name, times[name], kernels[name])
         else:
-            yield Measured(problem, name, reason=reasons[name])
+            yield MeasuredCall(problem, name, reason=reasons[name])
 
 
 def kernel_times(call: Call) -> dict[str, float]:
@@ -117,7 +117,7 @@ def tflops(problem: Problem, ms: float) -> float:
     return problem.flops() / ms / 1e9
 
 
-def table(title: str, rows: list[Measured]) -> Table:
+def table(title: str, rows: list[MeasuredCall]) -> Table:
     """A line for each problem and call."""
     result = Table(title=title, caption="ms; TFLOP/s of the attention kernel alone")
     result.add_column("problem", no_wrap=True)
@@ -138,7 +138,7 @@ def table(title: str, rows: list[Measured]) -> Table:
     return result
 
 
-def records(rows: list[Measured]) -> Iterator[dict]:
+def records(rows: list[MeasuredCall]) -> Iterator[dict]:
     """The results for the JSON file."""
     for row in rows:
         shape = {n: getattr(row.problem, n) for n in ("B", "Hq", "Hkv", "S", "D", "causal")}
@@ -161,7 +161,7 @@ def main(
     device = options.device(device)
     grid = PRESETS[options.preset(preset or _DEFAULTS[device], PRESETS)]()
     names = options.matching(only, CALLS, "call")
-    rows: list[Measured] = []
+    rows: list[MeasuredCall] = []
     with torch.no_grad():
         progress = Console(stderr=True)
         for problem in track(grid, "quantized", console=progress, transient=True):

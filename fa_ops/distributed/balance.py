@@ -126,7 +126,7 @@ def choose(
     seconds, reasons = {}, {}
     work = _work(problem)
     for name in (schedule.RING, schedule.ALL_GATHER):
-        seconds[name] = _stepwise(name, work, sizes, rates)
+        seconds[name] = _in_steps(name, work, sizes, rates)
     error = without_ulysses or split_error(q.shape[1], members.size)
     if error is not None:
         reasons["ulysses"] = error
@@ -187,7 +187,7 @@ def _sampled(ranges: Ranges, stride: int) -> tuple[Ranges, int]:
     return ranges.rows(slice(stride // 2, None, stride)), stride
 
 
-def _stepwise(name: str, work: list[list[StepWork]], sizes: Sizes, rates: Rates) -> float:
+def _in_steps(name: str, work: list[list[StepWork]], sizes: Sizes, rates: Rates) -> float:
     slowest = 0.0
     for steps in work:
         compute = [step.pairs * sizes.pair_flops / rates.flops for step in steps]

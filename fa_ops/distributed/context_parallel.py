@@ -16,7 +16,7 @@ from fa_ops.distributed.balance import SchemeChoice
 from fa_ops.distributed.handshake import agreed_seed
 from fa_ops.distributed.layout import Members, SequenceLayout, groups_of, outside_graphs
 from fa_ops.distributed.masks import Mask, positions
-from fa_ops.distributed.ring_steps import Job, RowWords, StepwiseAttention, row_words
+from fa_ops.distributed.ring_steps import AttentionInSteps, Job, RowWords, row_words
 from fa_ops.distributed.schedule import StepProblem
 from fa_ops.distributed.ulysses import HeadSplit, ToHeads, ToTokens
 
@@ -266,7 +266,7 @@ def attend(
         return _with_heads(query, key, value, groups, request, scheme, return_lse, timeout)
     options, heads = request.options, slice(0, query.shape[1])
     words = _seeded(query, groups, request, heads, query.shape[1], timeout)
-    return _stepwise(
+    return _in_steps(
         query, key, value, options.sinks, options.alibi_slopes, groups[0], request.problem,
         scheme, request, timeout, words,
     )  # fmt: skip
@@ -297,7 +297,7 @@ def chosen_scheme(query, key, value, groups, request: CheckedCall) -> str:
     return request.kept[rates]
 
 
-def _stepwise(
+def _in_steps(
     query, key, value, sinks, slopes, members: Members, problem: StepProblem, scheme: str,
     request: CheckedCall, timeout, words: Callable[[schedule.StepPlan], RowWords] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -314,7 +314,7 @@ def _stepwise(
     job = Job(*known, exchange, request.options.step_options, slopes, dropout)
     if not torch.is_grad_enabled():
         return ring_steps.attend(query, key, value, sinks, job)[:2]
-    return StepwiseAttention.apply(query, key, value, sinks, job)
+    return AttentionInSteps.apply(query, key, value, sinks, job)
 
 
 def _keeps_keys(query: Tensor, key: Tensor, value: Tensor, size: int) -> bool:
@@ -362,7 +362,7 @@ def _with_heads(
         sinks, slopes = ulysses.of_heads(options.sinks, options.alibi_slopes, heads)
         words = _seeded(q, groups, request, heads, query.shape[1], timeout)
         outer = groups[0] if len(groups) == 2 else Members(None, 0, 1)
-        out, lse = _stepwise(q, k, v, sinks, slopes, outer, part, scheme, request, timeout, words)
+        out, lse = _in_steps(q, k, v, sinks, slopes, outer, part, scheme, request, timeout, words)
     if return_lse:
         return ToTokens.apply(split, out, lse)
     return ToTokens.apply(split, out)[0], None

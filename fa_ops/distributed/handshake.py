@@ -141,7 +141,7 @@ def _between_hosts(members: Members, device: torch.device) -> dist.ProcessGroup 
     return _hosts[group]
 
 
-class Waiting(NamedTuple):
+class Transfer(NamedTuple):
     """Requests that have been started, and what they are for."""
 
     works: list[dist.Work | None]  # None: done, or in order on this stream
@@ -177,5 +177,5 @@ def agreed_seed(
         if members.size > 1:
             first = members.global_rank(0)
             work = dist.broadcast(seed, first, group=members.group, async_op=True)
-            Waiting([work], [seed], "the seed of dropout", timeout).wait()
+            Transfer([work], [seed], "the seed of dropout", timeout).wait()
     return seed

@@ -55,7 +55,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job, keeps_keys: bool = False
 ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
     """out and lse of the keys of all steps, and with `keeps_keys` those received, by step."""
-    partial, sinks_in_calls = Partial(q, v, job.plan.parts), job.sinks_in_calls(sinks)
+    partial, sinks_in_calls = PartialResult(q, v, job.plan.parts), job.sinks_in_calls(sinks)
     kept = {}
     with job.exchange.forward_pass(job.plan, k, v):
         for number, step, (keys, values), held in job.exchange.keys(job.plan, k, v):
@@ -75,7 +75,7 @@ def attend(
     return *partial.finish(sinks, sinks_in_calls, job.outside), kept
 
 
-class StepwiseAttention(torch.autograd.Function):
+class AttentionInSteps(torch.autograd.Function):
     """apply(query, key, value, sinks, job) -> (out, lse)."""
 
     @staticmethod
@@ -114,7 +114,7 @@ class StepwiseAttention(torch.autograd.Function):
         return dq.result(), *(total.result() for total in own), dsinks, None
 
 
-class Partial:
+class PartialResult:
     """The result over the keys so far.
 
     Where rows have at most two partial results, these are merged in float32 and rounded once, in
@@ -126,7 +126,7 @@ class Partial:
         self.wide = self.sum_dtype if parts > 2 else q.dtype
         self.shape = (*q.shape[:3], v.shape[3])
         self.device, self.out, self.lse = q.device, None, None
-        self.covered, self.pieces = Covered(), [] if parts < 2 else None
+        self.covered, self.pieces = WrittenTokens(), [] if parts < 2 else None
 
     def add(self, call: StepCall, part: Tensor, part_lse: Tensor) -> None:
         """Merge the result of a call, which attends keys that no other call of its rows does."""
@@ -301,7 +301,7 @@ def sinks_gradient(
 Place = tuple[slice, slice]  # rows of the batch, and tokens
 
 
-class Covered:
+class WrittenTokens:
     """The tokens that have been written so far."""
 
     def __init__(self) -> None:
@@ -357,7 +357,7 @@ class _Sum:
     """The sum of tensors in one dtype. The first one with all tokens becomes the sum."""
 
     def __init__(self, like: Tensor, count: int) -> None:
-        self.like, self.total, self.covered = like, None, Covered()
+        self.like, self.total, self.covered = like, None, WrittenTokens()
         self.wide = sum_dtype(like) if count > 2 else like.dtype
         self.first: tuple[Place, Tensor] | None = None  # waits for one that has all tokens
 

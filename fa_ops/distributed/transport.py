@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa_ops.distributed import handshake
-from fa_ops.distributed.handshake import Waiting
+from fa_ops.distributed.handshake import Transfer
 from fa_ops.distributed.layout import Members, Segment, SequenceLayout
 from fa_ops.distributed.peer_protocol import (
     GRADIENTS,
@@ -45,7 +45,7 @@ class Exchange(NamedTuple):
     members: Members
     timeout: float | None = None
 
-    def start(self, sends: list, receives: list, what: str) -> Waiting:
+    def start(self, sends: list, receives: list, what: str) -> Transfer:
         """Start to send and receive tensors; both are lists of (rank in the group, tensor)."""
         group = self.members.group
         operations = [
@@ -54,7 +54,7 @@ class Exchange(NamedTuple):
             for rank, tensor in pairs
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return Waiting(works, [tensor for _, tensor in sends], what, self.timeout)
+        return Transfer(works, [tensor for _, tensor in sends], what, self.timeout)
 
     @contextlib.contextmanager
     def forward_pass(self, plan: StepPlan, k: Tensor, v: Tensor) -> Iterator[None]:
@@ -80,7 +80,7 @@ class Exchange(NamedTuple):
 
     def _request(
         self, plan: StepPlan, number: int, own: PackedKeys | None, k: Tensor, v: Tensor
-    ) -> tuple[PackedKeys | None, Waiting]:
+    ) -> tuple[PackedKeys | None, Transfer]:
         """Start a step's exchange of keys; returns where they arrive."""
         step, held, receives = plan.steps[number], None, []
         if step.receives:
@@ -198,7 +198,7 @@ def _sent(plan: StepPlan, k: Tensor, v: Tensor) -> PackedKeys | None:
 
 def all_gather(
     whole: list[Tensor], mine: list[Tensor], exchange: Exchange, what: str, overlaps: bool = True
-) -> Waiting:
+) -> Transfer:
     """Start to gather tensors, of shapes equal on all processes, along their first dimensions.
 
     Unless it `overlaps` with what follows, it needs no other stream on a GPU.
@@ -209,7 +209,7 @@ def all_gather(
         gather(there, x, exchange.members.group, async_op=overlaps or not x.is_cuda)
         for there, x in zip(whole, mine, strict=True)
     ]
-    return Waiting(works, mine, what, exchange.timeout)
+    return Transfer(works, mine, what, exchange.timeout)
 
 
 def copy_rows(to: Tensor, of: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa_ops.backends.dropout import seed_of_heads
 from fa_ops.distributed.arguments import Options
-from fa_ops.distributed.handshake import Waiting, agreed_seed
+from fa_ops.distributed.handshake import Transfer, agreed_seed
 from fa_ops.distributed.layout import Members, Segment, joined, separated
 from fa_ops.distributed.masks import Mask
 from fa_ops.distributed.ring_steps import sum_dtype
@@ -199,7 +199,7 @@ def _exchange(split: HeadSplit, sent: tuple, received: tuple, what: str) -> None
     if arrived.is_cuda:
         sizes = [[len(x) for x in pieces] for pieces in (arriving, messages)]
         work = dist.all_to_all_single(arrived, whole, *sizes, group=members.group, async_op=True)
-        Waiting([work], [whole], what, split.timeout).wait()
+        Transfer([work], [whole], what, split.timeout).wait()
         return
     # gloo's all-to-all does not end before the group's timeout where a process is missing
     arriving[members.rank].copy_(messages[members.rank])

@@ -15,13 +15,16 @@ from fa_ops.backends import hopper
 from fa_ops.backends.hopper.runtime import nvrtc
 from fa_ops.bench import first
 from fa_ops.bench.cli import app
-from fa_ops.bench.first import CALLS, FAMILIES, FamilyRow, First
+from fa_ops.bench.first import CALLS, FAMILIES, FamilyRow, FirstCall
 
 SLOW = FamilyRow(
-    "b", First(64, 1500.0, 2, 1400.0), [First(200, 900.5, 1, 800.0)], First(64, 70.0, 0, 0)
+    "b",
+    FirstCall(64, 1500.0, 2, 1400.0),
+    [FirstCall(200, 900.5, 1, 800.0)],
+    FirstCall(64, 70.0, 0, 0),
 )
 FAST = FamilyRow(
-    "a", First(64, 700.0, 1, 600.0), [First(200, 0.5, 0, 0.0)], First(64, 20.0, 0, 0.0)
+    "a", FirstCall(64, 700.0, 1, 600.0), [FirstCall(200, 0.5, 0, 0.0)], FirstCall(64, 20.0, 0, 0.0)
 )
 
 
@@ -116,7 +119,7 @@ def test_verdicts_name_calls_over_their_limit():
     assert list(first.verdicts([FAST])) == [
         "all cold within 1000 ms and warm within 50 ms; no other length compiled"
     ]
-    missed = FAST._replace(warm=First(64, 20.0, 1, 15.0))
+    missed = FAST._replace(warm=FirstCall(64, 20.0, 1, 15.0))
     assert list(first.verdicts([SLOW, missed])) == [
         "b: cold 1500 ms, more than 1000",
         "b: warm 70 ms, more than 50",
@@ -145,7 +148,7 @@ def test_the_command_prints_and_writes_the_results_of_its_processes(monkeypatch,
     def measure(folder, family, lengths):
         processes.append((folder, family.name, lengths))
         ms = 800.0 if len(lengths) > 1 else 20.0
-        return [First(length, ms, 0, 0.0) for length in lengths]
+        return [FirstCall(length, ms, 0, 0.0) for length in lengths]
 
     monkeypatch.setattr(first, "measure_in_new_process", measure)
     monkeypatch.setattr(hopper, "available_error", lambda: None)

@@ -43,10 +43,10 @@ def test_without_a_preset_a_cpu_measures_problems_of_its_own(monkeypatch):
 
 
 def test_the_longest_kernel_is_attention():
-    row = quantized.Measured(
+    row = quantized.MeasuredCall(
         PROBLEM, "a", Time(2.0, 2.0, 2.0, 1), {"quantize": 0.25, "attention": 0.5}
     )
-    base = quantized.Measured(PROBLEM, quantized.BASELINE, Time(3.0, 3.0, 3.0, 1))
+    base = quantized.MeasuredCall(PROBLEM, quantized.BASELINE, Time(3.0, 3.0, 3.0, 1))
     assert row.attention_ms == 0.5 and base.attention_ms is None
     shown = [list(column.cells) for column in quantized.table("", [base, row]).columns]
     assert [column[1] for column in shown[2:5]] == ["2.000", "0.500", "0.250"]

@@ -96,7 +96,7 @@ def flash_attn_func(
         q, k, v = map(without_gradient, (q, k, v))
     if qv is not None and eight_bit:
         rows = torch.arange(q.shape[0], device=q.device)[:, None]
-        wide = products.Widened(q, without_gradient(qv), {"k": k, "v": v}, eight_bit, rows)
+        wide = products.WidenedQueries(q, without_gradient(qv), {"k": k, "v": v}, eight_bit, rows)
         products.say(3, qv=qv)
         out, lse = products.batch(wide.q, k, v, wide.qv, chunk, options)
         result = wide.result(out), lse
@@ -255,7 +255,7 @@ def _attend_numbers(q, k, v, qv, scales, rows, *given) -> tuple[Tensor, ...]:
         packing, kv_lens, options, with_lse = given
         return _attend(q, k, v, None, packing, kv_lens, options | scales, with_lse)
     qv = None if qv is None else without_gradient(qv)
-    wide = products.Widened(q, qv, {"k": k, "v": v}, scales, rows)
+    wide = products.WidenedQueries(q, qv, {"k": k, "v": v}, scales, rows)
     products.say(4, qv=qv, attention_chunk=True if qv is None else None)
     if qv is None:  # pages may stay in 8 bits
         k, v = k.to(products.WIDE), v.to(products.WIDE)

@@ -43,7 +43,7 @@ from fa_ops.compat.flash_attn_interface.products import (
     E4M3,
     WIDE,
     Scales,
-    Widened,
+    WidenedQueries,
     attend_none,
     attend_numbers,
     check_qv,
@@ -61,7 +61,7 @@ from fa_ops.functions.kv_cache import attention_with_kv_cache
 # Packed queries and packed new keys over a cache.
 
 
-class Packed(NamedTuple):
+class PackedCacheCall(NamedTuple):
     """What says where packed queries and new keys belong."""
 
     ends_q: Tensor | None  # int32 (B + 1,); None: rows of equal length
@@ -96,7 +96,7 @@ class Packed(NamedTuple):
             out, lse = attend_numbers(q, caches, lens, ends, longest, options | scales)
         elif scales:
             tokens = rows_of_tokens(ends, q.shape[0])
-            wide = Widened(q, qv, {"k_cache": caches.k, "v_cache": caches.v}, scales, tokens)
+            wide = WidenedQueries(q, qv, {"k_cache": caches.k, "v_cache": caches.v}, scales, tokens)
             say(4, qv=qv, cache_leftpad=leftpad, attention_chunk=chunk or None)
             out, lse = _attended(wide.q, wide.qv, caches, lens, ends, longest, leftpad, chunk,
                                  options)  # fmt: skip
@@ -269,7 +269,7 @@ def flash_attn_with_kvcache(
             q, caches, new, lens, cache_leftpad, rotation, rotary_seqlens, options
         )
     else:
-        packed = Packed(cu_seqlens_q, cu_seqlens_k_new, lens, rotation, rotary_seqlens)
+        packed = PackedCacheCall(cu_seqlens_q, cu_seqlens_k_new, lens, rotation, rotary_seqlens)
         out, lse = packed.attend(
             q, qv, new, caches, longest, cache_leftpad, chunk, options, eight_bit
         )

@@ -208,7 +208,7 @@ SCALES = "q_scale", "k_scale", "v_scale"
 _said: set[str] = set()
 
 
-class Widened:
+class WidenedQueries:
     """Queries of e4m3 tensors in bfloat16, whose scores are those of the tensors and scales.
 
     Attributes:

@@ -24,7 +24,7 @@ from fa_ops.compat.arguments import (
 )
 from fa_ops.compat.ring_flash_attn.ring import Result, options_of
 from fa_ops.distributed import handshake, ring_steps
-from fa_ops.distributed.handshake import Waiting, agreed_seed
+from fa_ops.distributed.handshake import Transfer, agreed_seed
 from fa_ops.distributed.layout import Members, groups_of, outside_graphs
 from fa_ops.distributed.ring_steps import sum_dtype
 from fa_ops.distributed.transport import Exchange, all_gather
@@ -239,7 +239,7 @@ class Gathering(NamedTuple):
             waiting.wait()
             yield whole
 
-    def _gather(self, k: Tensor, v: Tensor, first: int) -> tuple[tuple[Tensor, Tensor], Waiting]:
+    def _gather(self, k: Tensor, v: Tensor, first: int) -> tuple[tuple[Tensor, Tensor], Transfer]:
         mine = [x[:, first : first + self.heads].contiguous() for x in (k, v)]
         whole = tuple(x.new_empty(self.members.size * x.shape[0], *x.shape[1:]) for x in mine)
         what = f"the step of key heads {first} to {first + self.heads} (keys)"
@@ -250,7 +250,7 @@ class Gathering(NamedTuple):
         received, group = torch.empty_like(grads), self.members.group
         work = dist.all_to_all_single(received, grads, group=group, async_op=not grads.is_cuda)
         what = f"the step of key heads {heads.start} to {heads.stop} (gradients)"
-        Waiting([work], [grads], what, None).wait()
+        Transfer([work], [grads], what, None).wait()
         return received.unflatten(0, (self.members.size, -1)).sum(0, dtype=sum_dtype(grads))
 
 
