@@ -1,62 +1,15 @@
-"""The packages that stand in for others, where imports find them, and replaced aten kernels."""
+"""Puts the packages of this folder where `import flash_attn` finds them."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-import warnings
-from collections.abc import Callable
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import module_from_spec
 from types import ModuleType
 from typing import NamedTuple
-
-import torch
-from torch import DispatchKeySet
-
-# Kernels of aten operators that hand what they cannot do to the kernel that was there before.
-
-_REFUSALS = (NotImplementedError, ValueError, TypeError)
-_said: set[tuple[str, str]] = set()
-
-
-class Replacement:
-    """A kernel in place of another one.
-
-    Args:
-        operator: an operator's name without its namespace, aten.
-        key: the dispatch key, "CUDA" or "CPU".
-        kernel: raises NotImplementedError, ValueError or TypeError for what it cannot do, before
-            it computes or writes anything.
-    """
-
-    def __init__(self, operator: str, key: str, kernel: Callable) -> None:
-        self._operator, self._kernel = operator, kernel
-        self._before = None
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key):
-            self._before = torch.library.get_kernel(f"aten::{operator}", key)
-
-    def __call__(self, keyset: DispatchKeySet, *args, **options):
-        """Run the kernel, or else the one before it; raises only where there was none."""
-        try:
-            return self._kernel(*args, **options)
-        except _REFUSALS as error:
-            if self._before is None:
-                raise
-            self._say(error)
-        return self._before.call_boxed(keyset, *args, **options)
-
-    def _say(self, error: Exception) -> None:
-        """Warn once of each kind of call that another kernel runs."""
-        kind = str(error).partition(",")[0]
-        if (self._operator, kind) not in _said:
-            _said.add((self._operator, kind))
-            warnings.warn(f"torch's own kernel runs {self._operator}: {error}", stacklevel=2)
-
-
-# Put the packages of this folder where `import flash_attn` finds them.
 
 _FLASH = "fa_ops.compat.flash_attn"
 _FLASH_3 = "fa_ops.compat.flash_attn_interface"

@@ -15,9 +15,10 @@ what no backend of fa_ops supports go to the kernel that was there before, with 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import DispatchKeySet, Tensor
 from torch.library import Library
 from torch.nn.attention import register_flash_attention_impl
 
@@ -29,7 +30,6 @@ from fa_ops.compat.arguments import (
     unit_stride,
 )
 from fa_ops.compat.caches import attend_pages
-from fa_ops.compat.installation import Replacement
 from fa_ops.ops import dense, varlen
 
 # aten's five flash-attention operators on those of fa_ops.
@@ -222,6 +222,46 @@ def _in_layout_of(like: Tensor, x: Tensor) -> Tensor:
     if x.stride() == expected:
         return x
     return torch.empty_strided(x.shape, expected, dtype=x.dtype, device=x.device).copy_(x)
+
+
+# Kernels of aten operators that hand what they cannot do to the kernel that was there before.
+
+_REFUSALS = (NotImplementedError, ValueError, TypeError)
+_said: set[tuple[str, str]] = set()
+
+
+class Replacement:
+    """A kernel in place of another one.
+
+    Args:
+        operator: an operator's name without its namespace, aten.
+        key: the dispatch key, "CUDA" or "CPU".
+        kernel: raises NotImplementedError, ValueError or TypeError for what it cannot do, before
+            it computes or writes anything.
+    """
+
+    def __init__(self, operator: str, key: str, kernel: Callable) -> None:
+        self._operator, self._kernel = operator, kernel
+        self._before = None
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key):
+            self._before = torch.library.get_kernel(f"aten::{operator}", key)
+
+    def __call__(self, keyset: DispatchKeySet, *args, **options):
+        """Run the kernel, or else the one before it; raises only where there was none."""
+        try:
+            return self._kernel(*args, **options)
+        except _REFUSALS as error:
+            if self._before is None:
+                raise
+            self._say(error)
+        return self._before.call_boxed(keyset, *args, **options)
+
+    def _say(self, error: Exception) -> None:
+        """Warn once of each kind of call that another kernel runs."""
+        kind = str(error).partition(",")[0]
+        if (self._operator, kind) not in _said:
+            _said.add((self._operator, kind))
+            warnings.warn(f"torch's own kernel runs {self._operator}: {error}", stacklevel=2)
 
 
 # Their registration.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import fa_ops
 from fa_ops import compat
 from fa_ops.compat import flash_attn, ring_flash_attn
-from fa_ops.compat.ring_flash_attn.llama3 import Gathering, key_ranges
+from fa_ops.compat.ring_flash_attn import Gathering, key_ranges
 from fa_ops.distributed.masks import Mask, visible
 
 WORLD = 2

@@ -10,7 +10,7 @@ from torch.library import Library
 from torch.nn import attention as torch_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from fa_ops.compat import installation, sdpa
+from fa_ops.compat import sdpa
 
 LAYOUTS = {
     "(B, H, S, D)": lambda x: x,
@@ -128,7 +128,7 @@ def before(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, 
 @pytest.fixture
 def replaced(monkeypatch):
     """Kernels of fa_ops on CPU tensors over another kernel, with nothing said yet."""
-    monkeypatch.setattr(installation, "_said", set())
+    monkeypatch.setattr(sdpa, "_said", set())
     other = Library("aten", "IMPL", "CPU")
     other.impl("_scaled_dot_product_flash_attention", before, "CPU")
     with warnings.catch_warnings():

@@ -9,7 +9,7 @@ import torch.nn.attention.bias  # torch 2.11 does not import it with torch.nn.at
 import torch.nn.functional as F
 from torch.nn import attention as torchs
 
-from fa_ops.compat import installation, sdpa
+from fa_ops.compat import sdpa
 from tests.kernels import relative_error
 
 
@@ -65,7 +65,7 @@ def randn(*shape):
 
 
 def test_dropout_is_torchs_and_is_said_once(active, monkeypatch):
-    monkeypatch.setattr(installation, "_said", set())
+    monkeypatch.setattr(sdpa, "_said", set())
     q, k, v = (randn(2, 4, 300, 64) for _ in "qkv")
 
     def results():
