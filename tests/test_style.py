@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
 
 from fa_ops.backends.hopper.runtime.nvrtc import _included
 from tests.duplicates import MIN_LINES, duplicates
-from tests.imports import PACKAGES, ROOT
+from tests.imports import PACKAGES, ROOT, imports, modules_of, ours
 from tests.test_layering import MODULES
 
 # Exceptions from the limits; those that are no longer needed must be removed.
@@ -20,6 +20,33 @@ LONG_FUNCTIONS: set[str] = set()
 MAX_LINES = {"py": 800, "cu": 1400, "cuh": 1400}
 MAX_FUNCTION_LINES = 90
 MAX_CUDA_COLUMNS = 110
+
+# Names that would say nothing of what a module or a class is: participles and collective words.
+MEANINGLESS = {
+    "agreement", "alike", "answer", "answers", "asked", "captured", "common", "covered",
+    "described", "done", "forms", "found", "gate", "given", "helper", "helpers", "kept", "known",
+    "latest", "made", "measured", "memo", "misc", "partial", "prepared", "readable", "refused",
+    "requests", "scaled", "stepwise", "sums", "things", "tracked", "util", "utils", "waiting",
+    "widened",
+}  # fmt: skip
+MEANINGLESS_NAMES = {"Found", "Latest", "Prepared", "Refused", "Scaled", "Tracked"}
+# Files with fewer lines than this have two readers in the installed packages.
+MIN_FILE_LINES = 120
+SHORT_FILES = {  # with the reason
+    "fa_ops.compat.flash_attn.ops.triton.rotary": "libraries import the module by this name",
+    "fa_ops.backends.cpu.quantized": "8-bit products beside the kernels of other calls",
+    "fa_ops.backends.triton.cached": "calls over a cache beside the kernels of other calls",
+    "fa_ops.ops.nested": "the contract with NestedTensor, beside the other contracts of torch",
+    "hf_integration.diffusers.explaining": "beside what is explained",
+    "hf_integration.diffusers.registration": "a change of diffusers, apart from the attention",
+    # to be merged with their reader
+    "compile_passes.emit.lse": "",
+    "compile_passes.explain": "",
+    "compile_passes.rewrites.metadata_readers": "",
+    "hf_integration.diffusers.parallel": "",
+    "hf_integration.paged": "",
+    "hf_integration.unsupported_models": "",
+}
 
 HOPPER = "fa_ops/backends/hopper/cuda"
 # Lines that may be duplicated between two files, with the reason.
@@ -50,6 +77,51 @@ def test_class_names_are_unique_over_the_packages():
     new = {name: where for name, where in shared.items() if name not in SHARED_CLASS_NAMES}
     assert not new, f"class names must be unique: {new}"
     assert shared.keys() == SHARED_CLASS_NAMES, "remove unique names from SHARED_CLASS_NAMES"
+
+
+def test_names_say_what_they_name():
+    """Of modules and classes; CONTRIBUTING.md has the rule."""
+    names = {module.rpartition(".")[2] for module, _ in MODULES}
+    for _, tree in MODULES:
+        names |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    found = {name for name in names if is_meaningless(name)}
+    new = found - MEANINGLESS_NAMES
+    assert not new, f"name what these are, by a noun of the field: {sorted(new)}"
+
+
+def is_meaningless(name: str) -> bool:
+    return name.strip("_").lower() in MEANINGLESS
+
+
+def test_names_that_say_nothing_are_found():
+    assert is_meaningless("_Found") and is_meaningless("sums")
+    assert not is_meaningless("partial_sums") and not is_meaningless("FoundPlan")
+
+
+def test_short_files_have_two_readers():
+    """What one module alone uses, and is short, stands in that module."""
+    few = files_with_few_readers(MODULES)
+    assert not few - SHORT_FILES.keys(), f"fewer than {MIN_FILE_LINES} lines and than two readers"
+
+
+def files_with_few_readers(modules: list[tuple[str, ast.Module]]) -> set[str]:
+    """Modules with fewer lines and readers; `__init__` and `__main__` are read by Python."""
+    names = {name for name, _ in modules}
+    readers = Counter(
+        read for name, tree in modules for read in modules_of(ours(imports(tree)), names) - {name}
+    )
+    few = set()
+    for name in names:
+        path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+        if path.exists() and path.stem != "__main__":
+            short = len(path.read_text().splitlines()) < MIN_FILE_LINES
+            few |= {name} if short and readers[name] < 2 else set()
+    return few
+
+
+def test_files_with_few_readers_are_found():
+    code = {"tests.imports": "", "fa_ops": "", "fa_ops.a": "import tests.imports"}
+    assert files_with_few_readers([(n, ast.parse(c)) for n, c in code.items()]) == {"tests.imports"}
 
 
 @pytest.mark.parametrize("folder", [*PACKAGES, "tests"])
