@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import cache_memory, checks
-from fa_ops.call.call import CacheTensors
+from fa_ops.call.call import CACHED, Call
 from fa_ops.call.checks import FP8, need
-from fa_ops.call.options import Cache, Packing, Spec
+from fa_ops.call.options import Cache, Operands, Packing, Spec
 
 NAMES = "key_cache", "value_cache"
 
@@ -51,7 +51,7 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool
         for name, t in (("key_cache", k), ("value_cache", v)):
             message = "{} is written to, so no two of its elements may share memory, got strides {}"
             need(not cache_memory.has_overlaps(t), message, name, t.stride())
-        cache_memory.check(k, v, cache)
+        cache_memory.check(k, v, Call(CACHED, q, k, v, spec, cache=cache).tensors)
 
 
 def pages(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> None:
@@ -182,20 +182,20 @@ def rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
 
 
 def values(
-    q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, name: str = "key_cache"
+    q: Tensor, k: Tensor, v: Tensor, tensors: Operands, name: str = "key_cache"
 ) -> None:  # fmt: skip
     """Raise ValueError unless lengths and pages lie inside the cache, and nothing that is read is
     overwritten by an append. Reads lengths and pages on the host.
 
     `name` is that of the keys.
     """
-    if tensors.key is not None:
-        for other, t in (("query", q), ("key", tensors.key), ("value", tensors.value)):
+    if tensors.new_key is not None:
+        for other, t in (("query", q), ("key", tensors.new_key), ("value", tensors.new_value)):
             for cache_name, cache in zip(NAMES, (k, v)):
                 message = "{} shares memory with {}, which is written to: pass {}.clone()"
                 need(not cache_memory.share_memory(t, cache), message, other, cache_name, other)
     lens, table = tensors.kv_lens.long(), tensors.page_table
-    new = 0 if tensors.key is None else tensors.key.shape[2]
+    new = 0 if tensors.new_key is None else tensors.new_key.shape[2]
     size = 1 if table is None else k.shape[1]
     capacity = k.shape[2] if table is None else table.shape[1] * size
     for b, length in enumerate(lens.tolist()):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.call.call import CacheTensors, Run
+from fa_ops.call.call import Run
 from fa_ops.call.checks import need
-from fa_ops.call.options import Cache
+from fa_ops.call.options import Operands
 
 # Memory overlap of strided tensors, computed from their addresses alone.
 
@@ -109,7 +109,7 @@ def _starts(runs: Runs) -> Tensor:
 # Checks of the memory that the two caches of an append may share.
 
 
-def check(k: Tensor, v: Tensor, new: Cache | CacheTensors) -> None:
+def check(k: Tensor, v: Tensor, new: Operands) -> None:
     """Raise ValueError for caches that share memory.
 
     Values that are the first features of the keys, as in MLA, may be written if their new values
@@ -126,7 +126,7 @@ def check(k: Tensor, v: Tensor, new: Cache | CacheTensors) -> None:
     beginning = f"value_cache is the first {width} features of key_cache, which is written to: "
     need(new.rotary_cos is None, "{}rotary_cos, which rotates keys alone, must be None", beginning)
     message = "{}value must be the same features of key, in the same memory: pass key[..., :{}]"
-    need(is_narrowed(new.value, new.key), message, beginning, width)
+    need(is_narrowed(new.new_value, new.new_key), message, beginning, width)
     scales = new.k_scale, new.v_scale
     is_same = scales[0] is scales[1] or (None not in scales and is_narrowed(scales[1], scales[0]))
     need(is_same, "{}k_scale and v_scale must be the same tensor", beginning)
@@ -140,7 +140,7 @@ def checking(run: Run, k: Tensor, v: Tensor) -> Run:
     lowest, highest = -extent(v), extent(k)
     legal: set[int] = set()  # distances of caches within each other's bounds
 
-    def checked(q: Tensor, k: Tensor, v: Tensor, new: CacheTensors, with_lse: bool = True):
+    def checked(q: Tensor, k: Tensor, v: Tensor, new: Operands, with_lse: bool = True):
         distance = v.data_ptr() - k.data_ptr()
         if lowest < distance < highest and (
             distance not in legal or not (distance or _begin_together(new))
@@ -152,7 +152,7 @@ def checking(run: Run, k: Tensor, v: Tensor) -> Run:
     return checked
 
 
-def _begin_together(new: CacheTensors) -> bool:
+def _begin_together(new: Operands) -> bool:
     """Whether new values and their scales begin where new keys and theirs do.
 
     Then `check` finds of values in keys what it found of others with the same geometry.
@@ -161,4 +161,4 @@ def _begin_together(new: CacheTensors) -> bool:
     are_same = scales[0] is scales[1] or (
         not any(t is None for t in scales) and scales[0].data_ptr() == scales[1].data_ptr()
     )
-    return are_same and new.key.data_ptr() == new.value.data_ptr()
+    return are_same and new.new_key.data_ptr() == new.new_value.data_ptr()

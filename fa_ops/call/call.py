@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.call.options import NO_TENSORS, Cache, DenseTensors, Packing, Quantization, Spec
+from fa_ops.call.options import (
+    NO_OPERANDS,
+    Cache,
+    Operands,
+    OperandSet,
+    Packing,
+    Quantization,
+    Spec,
+    new_operands,
+)
 
 # The kinds of calls.
 DENSE = "dense"  # (B, H, S, D) tensors
@@ -24,76 +33,7 @@ MASK_BLOCKS = "mask blocks"  # of a mask, which is all three of query, key and v
 MERGE_INTO = "merge into"  # one such result into another, in place; all three are its `out`
 
 
-class PackedTensors(NamedTuple):
-    """The tensors of a packed call besides query, key and value."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    kv_lens: Tensor | None = None
-    dropout_seed: Tensor | None = None
-
-
-class CacheTensors(NamedTuple):
-    """The tensors of a cached call besides query, key_cache and value_cache."""
-
-    kv_lens: Tensor
-    page_table: Tensor | None = None
-    key_ranges: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    key: Tensor | None = None
-    value: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    rotary_cos: Tensor | None = None
-    rotary_sin: Tensor | None = None
-    unified_max: Tensor | None = None
-
-
-class PagedTensors(NamedTuple):
-    """The tensors of packed queries over pages besides query, key and value."""
-
-    cu_seqlens_q: Tensor
-    kv_lens: Tensor
-    page_table: Tensor
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-
-
-class QuantizedTensors(NamedTuple):
-    """The tensors of a quantised call besides query, key and value."""
-
-    sinks: Tensor | None = None
-    kv_lens: Tensor | None = None
-    key_ranges: Tensor | None = None
-    q_scale: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-
-
-class PackedQuantizedTensors(NamedTuple):
-    """The tensors of a packed quantised call besides query, key and value."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor | None = None  # None with a page table
-    page_table: Tensor | None = None
-    sinks: Tensor | None = None
-    kv_lens: Tensor | None = None
-    q_scale: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-
-
-Tensors = (
-    DenseTensors
-    | PackedTensors
-    | CacheTensors
-    | PagedTensors
-    | QuantizedTensors
-    | PackedQuantizedTensors
-)
+_NO_CACHE, _NO_SCALES = Cache(), Quantization()
 
 
 class Saved(NamedTuple):
@@ -104,6 +44,25 @@ class Saved(NamedTuple):
     out: Tensor
     lse: Tensor
     mask_grad: bool = False
+
+
+OPERANDS_OF = {
+    DENSE: OperandSet(Operands._fields[:7]),
+    PACKED: OperandSet(
+        ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks", "kv_lens", "dropout_seed")
+    ),
+    CACHED: OperandSet(
+        ("kv_lens", "page_table", "key_ranges", "alibi_slopes", "sinks", "new_key", "new_value",
+         "k_scale", "v_scale", "rotary_cos", "rotary_sin", "unified_max")
+    ),
+    PAGED: OperandSet(("cu_seqlens_q", "kv_lens", "page_table", "alibi_slopes", "sinks")),
+    QUANTIZED: OperandSet(("sinks", "kv_lens", "key_ranges", "q_scale", "k_scale", "v_scale")),
+    QUANTIZED_PACKED: OperandSet(
+        ("cu_seqlens_q", "cu_seqlens_k", "page_table", "sinks", "kv_lens", "q_scale", "k_scale",
+         "v_scale")
+    ),
+}  # fmt: skip
+"""The operands that the calls of a kind may have."""
 
 
 class Call(NamedTuple):
@@ -121,99 +80,58 @@ class Call(NamedTuple):
     quantization: Quantization | None = None
 
     @property
-    def tensors(self) -> Tensors:
-        """The tensors besides query, key and value."""
+    def tensors(self) -> Operands:
+        """The tensors besides query, key and value; `NO_OPERANDS` itself where there are none."""
         spec, packing, cache, quantization = self.spec, self.packing, self.cache, self.quantization
-        if self.kind == QUANTIZED_PACKED:
-            ends_q, ends_k, *_ = packing
-            pages = cache and cache.page_table
-            return PackedQuantizedTensors(
-                ends_q,
-                None if cache else ends_k,
-                pages,
-                spec.sinks,
-                spec.kv_lens,
-                *quantization[:3],
-            )
-        if quantization is not None:
-            return QuantizedTensors(spec.sinks, spec.kv_lens, spec.key_ranges, *quantization[:3])
-        if self.kind == PAGED:
-            return PagedTensors(
-                packing.cu_seqlens_q, spec.kv_lens, cache.page_table, spec.alibi_slopes, spec.sinks
-            )
-        if packing is not None:
-            return PackedTensors(
-                packing.cu_seqlens_q, packing.cu_seqlens_k, spec.alibi_slopes, spec.sinks,
-                spec.kv_lens, spec.dropout_seed,
-            )  # fmt: skip
-        if cache is not None:
-            return CacheTensors(
-                spec.kv_lens, cache.page_table, spec.key_ranges, spec.alibi_slopes, spec.sinks,
-                cache.key, cache.value, cache.k_scale, cache.v_scale, cache.rotary_cos,
-                cache.rotary_sin, cache.unified_max,
-            )  # fmt: skip
-        return spec.tensors
+        if packing is cache is quantization is None:
+            return spec.tensors
+        scales = quantization or cache or _NO_SCALES
+        ends_q, ends_k, *_ = packing or (None, None)
+        cache = cache or _NO_CACHE
+        return new_operands((
+            spec.attn_mask, spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges,
+            spec.dropout_seed, spec.mask_blocks, ends_q, ends_k, cache.page_table, cache.key,
+            cache.value, quantization and quantization.q_scale, scales.k_scale, scales.v_scale,
+            cache.rotary_cos, cache.rotary_sin, cache.unified_max,
+        ))  # fmt: skip
 
-    def with_tensors(self, tensors: Tensors) -> Call:
+    def with_tensors(self, operands: Operands) -> Call:
         """The call with other tensors besides query, key and value."""
-        if self.kind == QUANTIZED_PACKED:
-            t, cache = tensors, self.cache and Cache(tensors.page_table)
-            ends_k = t.cu_seqlens_q if cache else t.cu_seqlens_k
-            return self._replace(
-                spec=self.spec.with_tensors(DenseTensors(None, None, t.sinks, t.kv_lens)),
-                packing=self.packing._replace(cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=ends_k),
-                cache=cache,
-                quantization=Quantization(*t[-3:], *self.quantization[3:]),
-            )
-        if self.quantization is not None:
-            quantization, spec = self.arguments_with(tensors)
-            return self._replace(spec=spec, quantization=quantization)
-        spec, packing, cache = self.options_with(tensors)
-        return self._replace(spec=spec, packing=packing, cache=cache)
+        spec, packing, cache, quantization = self.options_with(operands)
+        return self._replace(spec=spec, packing=packing, cache=cache, quantization=quantization)
 
     def without_tensors(self) -> Call:
         """The call's options alone, which may be kept."""
-        tensors = self.tensors
         options = self._replace(query=None, key=None, value=None, saved=None)
-        if tensors is NO_TENSORS:
-            return options
-        return options.with_tensors(type(tensors)(*[None] * len(tensors)))
+        return options if self.tensors is NO_OPERANDS else options.with_tensors(NO_OPERANDS)
 
-    def options_with(self, tensors: Tensors) -> tuple[Spec, Packing | None, Cache | None]:
-        """spec, packing and cache of this call with other tensors."""
-        if self.kind == PAGED:
-            t = tensors
-            small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens)
-            packing = Packing(t.cu_seqlens_q, t.cu_seqlens_q)
-            return self.spec.with_tensors(small), packing, Cache(t.page_table)
-        if self.packing is not None:
-            t, longest = tensors, self.packing
-            packing = Packing(
-                t.cu_seqlens_q, t.cu_seqlens_k, longest.max_seqlen_q, longest.max_seqlen_k
-            )
-            small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens, None, t.dropout_seed)
-            return self.spec.with_tensors(small), packing, None
-        if self.cache is not None:
-            t, cache = tensors, self.cache
-            cache = Cache(
-                t.page_table, t.key, t.value, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin,
-                cache.rotary_interleaved, cache.num_splits, cache.batch_invariant, t.unified_max,
-            )  # fmt: skip
-            small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens, t.key_ranges, None)
-            return self.spec.with_tensors(small), None, cache
-        return (self.spec if tensors is NO_TENSORS else self.spec.with_tensors(tensors)), None, None
-
-    def arguments_with(self, tensors: Tensors) -> tuple:
-        """The arguments of backends' functions after query, key and value."""
-        if self.quantization is not None:
-            sinks, kv_lens, key_ranges, *scales = tensors
-            quantization = Quantization(*scales, *self.quantization[3:])
-            small = DenseTensors(None, None, sinks, kv_lens, key_ranges, None)
-            return quantization, self.spec.with_tensors(small)
-        spec, packing, cache = self.options_with(tensors)
+    def options_with(
+        self, operands: Operands
+    ) -> tuple[Spec, Packing | None, Cache | None, Quantization | None]:
+        """spec, packing, cache and quantization of this call with other tensors."""
+        t, packing, cache, quantization = operands, self.packing, self.cache, self.quantization
         if packing is not None:
-            return packing, spec
-        return (spec,) if cache is None else (cache, spec)
+            packing = Packing(
+                t.cu_seqlens_q, t.cu_seqlens_k, packing.max_seqlen_q, packing.max_seqlen_k
+            )
+        if cache is not None and quantization is not None:
+            cache = Cache(t.page_table)
+        elif cache is not None:
+            cache = Cache(
+                t.page_table, t.new_key, t.new_value, t.k_scale, t.v_scale, t.rotary_cos,
+                t.rotary_sin, cache.rotary_interleaved, cache.num_splits, cache.batch_invariant,
+                t.unified_max,
+            )  # fmt: skip
+        if quantization is not None:
+            quantization = Quantization(t.q_scale, t.k_scale, t.v_scale, *quantization[3:])
+        return self.spec.with_tensors(t), packing, cache, quantization
+
+    def arguments_with(self, operands: Operands) -> tuple:
+        """The arguments of backends' functions after query, key and value."""
+        if self.packing is self.cache is self.quantization is None:
+            return (self.spec if operands is NO_OPERANDS else self.spec.with_tensors(operands),)
+        spec, packing, cache, quantization = self.options_with(operands)
+        return (packing if packing is not None else cache or quantization), spec
 
     @property
     def num_keys(self) -> int:
@@ -254,10 +172,11 @@ class Call(NamedTuple):
         return self._replace(kind=CACHED, cache=rest)
 
 
-# Forward: run(query, key, value, tensors, with_lse) -> (out, lse), lse may be None if not with_lse.
-# Backward: run(grad_out, grad_lse, query, key, value, out, lse, tensors) -> Gradients, or a tuple
+# Forward: run(query, key, value, operands, with_lse) -> (out, lse), where lse may be None if not
+#     with_lse.
+# Backward: run(grad_out, grad_lse, query, key, value, out, lse, operands) -> Gradients, or a tuple
 #     in their order that may end after the gradient of value.
-# APPEND: run(query, key, value, tensors) -> (query, kv_lens with the new keys).
+# APPEND: run(query, key, value, operands) -> (query, kv_lens with the new keys).
 # MERGE: run(outs, lses) -> (out, lse).
 # MERGE_INTO: run(out, lse, part, part_lse) -> None, which writes out and lse.
 # MASK_BLOCKS: run(mask) -> mask_blocks.
@@ -276,10 +195,7 @@ def decoding(plan: Plan) -> Plan:
     """The plan of dense calls with few queries, given one of cached calls."""
 
     def prepare(call: Call) -> Run:
-        run = plan.prepare(call._replace(kind=CACHED, cache=Cache()))
-        return lambda q, k, v, t, with_lse=True: run(
-            q, k, v, CacheTensors(t.kv_lens, None, t.key_ranges, t.alibi_slopes, t.sinks), with_lse
-        )
+        return plan.prepare(call._replace(kind=CACHED, cache=Cache()))
 
     return Plan(plan.kernel, prepare)
 
@@ -296,13 +212,13 @@ def append_then_attend(writer: Plan, attend: Plan, name: str = "") -> Plan:
             rest = rest._replace(query=rest.query.new_empty(rest.query.shape))
         run = attend.prepare(rest)
 
-        def write_and_attend(q, k, v, tensors, with_lse=True):
-            q, kv_lens = write(q, k, v, tensors)
-            t = tensors
-            left = CacheTensors(
-                kv_lens, t.page_table, t.key_ranges, t.alibi_slopes, t.sinks, None, None, t.k_scale,
-                t.v_scale, None, None, t.unified_max,
-            )  # fmt: skip
+        def write_and_attend(q, k, v, operands, with_lse=True):
+            q, kv_lens = write(q, k, v, operands)
+            t = operands
+            left = new_operands((
+                None, t.alibi_slopes, t.sinks, kv_lens, t.key_ranges, None, None, None, None,
+                t.page_table, None, None, None, t.k_scale, t.v_scale, None, None, t.unified_max,
+            ))  # fmt: skip
             return run(q, k, v, left, with_lse)
 
         return write_and_attend
@@ -327,16 +243,16 @@ def general(kernel: str, function: Callable) -> Plan:
         options, mask_grad = call.without_tensors(), ()
         if call.saved is not None:
             mask_grad = (True,) if call.saved.mask_grad else ()
-            return lambda grad_out, grad_lse, q, k, v, out, lse, tensors: function(
+            return lambda grad_out, grad_lse, q, k, v, out, lse, operands: function(
                 *_dense_rows(grad_out, grad_lse, q, k, v, out, lse),
-                *options.arguments_with(tensors),
+                *options.arguments_with(operands),
                 *mask_grad,
             )
 
-        def run(q, k, v, tensors, with_lse=True):
+        def run(q, k, v, operands, with_lse=True):
             # views of what a function allocates are no views to its caller
             with _below_autograd():
-                return function(q, k, v, *options.arguments_with(tensors))
+                return function(q, k, v, *options.arguments_with(operands))
 
         return run
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import backend_option
-from fa_ops.call.call import PackedQuantizedTensors, PackedTensors, Saved
-from fa_ops.call.options import Packing, Spec, dtype_name, mask_blocks_shape
+from fa_ops.call.call import Saved
+from fa_ops.call.options import Operands, Packing, Spec, dtype_name, mask_blocks_shape
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8 = torch.float8_e4m3fn
@@ -122,7 +122,7 @@ def packed(
 
 
 def values(
-    q: Tensor, k: Tensor, v: Tensor, tensors: PackedTensors | PackedQuantizedTensors,
+    q: Tensor, k: Tensor, v: Tensor, tensors: Operands,
     longest: tuple[int | None, int | None],
 ) -> None:  # fmt: skip
     """Raise ValueError unless every sequence lies among the tokens and is at most as long as

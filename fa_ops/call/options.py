@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -50,37 +53,92 @@ class Spec(NamedTuple):
     mask_blocks: Tensor | None = None  # int32, of `mask_blocks_shape`: what attn_mask may skip
 
     @property
-    def tensors(self) -> DenseTensors:
-        """The optional tensors; `NO_TENSORS` itself where there are none."""
+    def tensors(self) -> Operands:
+        """The optional tensors; `NO_OPERANDS` itself where there are none."""
         mask, slopes, sinks, lens = self.attn_mask, self.alibi_slopes, self.sinks, self.kv_lens
         ranges, seed = self.key_ranges, self.dropout_seed
         if mask is slopes is sinks is lens is ranges is seed is self.mask_blocks is None:
-            return NO_TENSORS
-        return DenseTensors(mask, slopes, sinks, lens, ranges, seed, self.mask_blocks)
+            return NO_OPERANDS
+        return Operands(mask, slopes, sinks, lens, ranges, seed, self.mask_blocks)
 
-    def with_tensors(self, tensors: DenseTensors) -> Spec:
+    def with_tensors(self, operands: Operands) -> Spec:
         """The same options with other optional tensors."""
         return Spec(
-            tensors.attn_mask, self.dropout_p, self.is_causal, self.scale, self.window_left,
-            self.window_right, self.softcap, tensors.alibi_slopes, tensors.sinks, tensors.kv_lens,
-            tensors.key_ranges, tensors.dropout_seed, self.deterministic, self.backend,
-            tensors.mask_blocks,
+            operands.attn_mask, self.dropout_p, self.is_causal, self.scale, self.window_left,
+            self.window_right, self.softcap, operands.alibi_slopes, operands.sinks,
+            operands.kv_lens, operands.key_ranges, operands.dropout_seed, self.deterministic,
+            self.backend, operands.mask_blocks,
         )  # fmt: skip
 
 
-class DenseTensors(NamedTuple):
-    """The optional tensors of a dense call."""
+class Operands(NamedTuple):
+    """Every tensor that a call may have besides query, key and value, None where absent."""
 
+    # bool (True keeps) or float (added), broadcastable to (B, Hq, Sq, Sk)
     attn_mask: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    kv_lens: Tensor | None = None
-    key_ranges: Tensor | None = None
+    alibi_slopes: Tensor | None = None  # fp32 (Hq,) or (B, Hq)
+    sinks: Tensor | None = None  # (Hq,), joins the softmax denominator only
+    kv_lens: Tensor | None = None  # int32 (B,)
+    key_ranges: Tensor | None = None  # int32 (B or 1, Hq or 1, Sq or 1, 2)
+    # int64, one element; in dense calls also int32 (B, Hq, Sq), a word for each row
     dropout_seed: Tensor | None = None
-    mask_blocks: Tensor | None = None
+    mask_blocks: Tensor | None = None  # int32, of `mask_blocks_shape`: what attn_mask may skip
+    # of sequences that follow one another, int32 (B + 1,)
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    page_table: Tensor | None = None  # int32 (B, max_pages): keys are (pages, page_size, Hkv, D)
+    new_key: Tensor | None = None  # (B, Hkv, Sn, D), appended to the kv_lens keys of each row
+    new_value: Tensor | None = None  # (B, Hkv, Sn, Dv)
+    # Factors of 8-bit numbers, fp32. Of a cache (B, Hkv) or (B, Hkv, S); with a page_table
+    # (B, Hkv), (pages, 1, Hkv) or (pages, page_size, Hkv). Of quantised products one element,
+    # (B, H), or of query and key (B, H, S) or (B, H, ceil(S / SCALE_BLOCK)), of value (B, H, Dv).
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    rotary_cos: Tensor | None = None  # (positions, R / 2): the first R features are rotated
+    rotary_sin: Tensor | None = None
+    # fp32 (Hq,): an estimate of each head's largest score; no result depends on it
+    unified_max: Tensor | None = None
 
 
-NO_TENSORS = DenseTensors()
+NO_OPERANDS = Operands()  # of calls without any, which compare with it by identity
+
+
+def selector(positions: Sequence[int]) -> Callable[[Sequence], Sequence]:
+    """What returns the elements of a tuple at these positions, by a slice if it can."""
+    if not positions:
+        return itemgetter(slice(0, 0))
+    first, last = positions[0], positions[-1]
+    if list(positions) == list(range(first, last + 1)):
+        return itemgetter(slice(first, last + 1))
+    return itemgetter(*positions)
+
+
+# Makes operands of a tuple of all of them, in a third of the time of the class's constructor.
+new_operands = functools.partial(tuple.__new__, Operands)
+
+
+class OperandSet:
+    """The operands that the calls of one kind may have, or that those of one geometry have."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        positions = [Operands._fields.index(name) for name in names]
+        place = {at: i for i, at in enumerate(positions)}
+        self.select = selector(positions)  # of operands: those with these names, in order
+        # of a tuple of those with these names and of a None behind: all operands, for new_operands
+        self.places = itemgetter(*[place.get(i, -1) for i in range(len(Operands._fields))])
+
+
+_operand_set = functools.cache(OperandSet)
+NO_OPERAND_SET = _operand_set(())
+
+
+def operand_set(operands: Operands) -> OperandSet:
+    """The operands that are given."""
+    if operands is NO_OPERANDS:
+        return NO_OPERAND_SET
+    return _operand_set(tuple([n for n, t in zip(Operands._fields, operands) if t is not None]))
 
 
 class Scalars(NamedTuple):

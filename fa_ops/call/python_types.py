@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import backend_option
-from fa_ops.call.call import Tensors
-from fa_ops.call.options import DenseTensors, Packing, bounded, dtype_name
+from fa_ops.call.options import Operands, Packing, Spec, bounded, dtype_name
 from fa_ops.tracing import can_read, is_compiling, is_differentiated, is_traced_by_dynamo
 
 Window = tuple[int | None, int | None]
 
-_KEYWORD_TENSORS = (*DenseTensors._fields[1:],)
+_KEYWORD_TENSORS = frozenset(Operands._fields) & frozenset(Spec._fields) - {"attn_mask"}
+_SHOWN = {"new_key": "key", "new_value": "value"}  # the names of operands in public functions
 _INT = (int, torch.SymInt, numbers.Integral)
 _BOOL = (bool, torch.SymBool)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
 def checked_options(
-    query: Tensor, key: Tensor, value: Tensor, tensors: Tensors, scalars: tuple
+    query: Tensor, key: Tensor, value: Tensor, tensors: Operands, scalars: tuple
 ) -> dict[str, Any]:
     """The operators' keyword arguments that differ from their defaults, types checked.
 
@@ -46,7 +46,7 @@ def checked_options(
         options["softcap"] = softcap
     for name, t in zip(tensors._fields, tensors):
         if t is not None:
-            need_tensor(name, t)
+            need_tensor(_SHOWN.get(name, name), t)
             if name in _KEYWORD_TENSORS:
                 options[name] = t
     if deterministic is not False:
@@ -65,10 +65,12 @@ def checked_packing(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    is_paged: bool = False,
 ) -> Packing:
-    """The packing of a call, types checked."""
+    """The packing of a call, types checked; of pages without `cu_seqlens_k`."""
     need_tensor("cu_seqlens_q", cu_seqlens_q)
-    need_tensor("cu_seqlens_k", cu_seqlens_k)
+    if not is_paged:
+        need_tensor("cu_seqlens_k", cu_seqlens_k)
     if max_seqlen_q is not None:
         max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
     if max_seqlen_k is not None:

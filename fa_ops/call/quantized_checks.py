@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import cache_checks, checks
-from fa_ops.call.call import CacheTensors, PackedQuantizedTensors
 from fa_ops.call.checks import FP8, need
-from fa_ops.call.options import SCALE_BLOCK, Packing, Quantization, Spec
+from fa_ops.call.options import SCALE_BLOCK, Operands, Packing, Quantization, Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QK_DTYPES = (torch.int8, FP8)
@@ -97,7 +96,7 @@ def _borders(q: Tensor, name: str, ends: Tensor) -> None:
 
 
 def values(
-    q: Tensor, k: Tensor, v: Tensor, tensors: PackedQuantizedTensors,
+    q: Tensor, k: Tensor, v: Tensor, tensors: Operands,
     longest: tuple[int | None, int | None],
 ) -> None:  # fmt: skip
     """Raise ValueError unless every sequence lies among the tokens and pages, and is at most as
@@ -108,8 +107,7 @@ def values(
         checks.cu_seqlens("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
         checks.max_seqlen("max_seqlen_q", longest[0], tensors.cu_seqlens_q.diff(), "queries")
         checks.max_seqlen("max_seqlen_k", longest[1], tensors.kv_lens, "keys")
-        cached = CacheTensors(tensors.kv_lens, tensors.page_table)
-        cache_checks.values(q, k, v, cached, "key")
+        cache_checks.values(q, k, v, tensors, "key")
 
 
 def _scales(q: Tensor, k: Tensor, v: Tensor, quantization: Quantization) -> None:

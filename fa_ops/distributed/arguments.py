@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from fa_ops.call import backend_option, checks
 from fa_ops.call.call import DENSE, Call
-from fa_ops.call.options import DenseTensors, Scalars, Spec, dtype_name
+from fa_ops.call.options import Operands, Scalars, Spec, dtype_name
 from fa_ops.call.python_types import (
     Window,
     checked_options,
@@ -229,7 +229,7 @@ def _layout(layout: str | SequenceLayout, name: str, local: int, size: int) -> S
 
 def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Options) -> None:
     """Raise the operator's own errors for the call over the whole sequence."""
-    tensors = DenseTensors(
+    tensors = Operands(
         None, options.alibi_slopes, options.sinks, options.kv_lens, options.key_ranges
     )
     scalars = Scalars(

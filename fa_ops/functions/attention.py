@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fa_ops import tracing
-from fa_ops.call.call import DENSE, PACKED, PackedQuantizedTensors, PackedTensors, QuantizedTensors
-from fa_ops.call.options import NO_TENSORS, DenseTensors, dtype_name
+from fa_ops.call.call import DENSE, PACKED
+from fa_ops.call.options import NO_OPERANDS, Operands, dtype_name, new_operands
 from fa_ops.call.python_types import (
     Window,
     is_proxy,
@@ -131,23 +131,29 @@ def attention(
     if not (q_scale is k_scale is v_scale is None):
         from fa_ops.functions import quantized
 
-        tensors = QuantizedTensors(sinks, kv_lens, key_ranges, q_scale, k_scale, v_scale)
+        operands = new_operands((
+            None, None, sinks, kv_lens, key_ranges, None, None, None, None, None, None, None,
+            q_scale, k_scale, v_scale, None, None, None,
+        ))  # fmt: skip
         return quantized.scaled_attention(
-            query, key, value, is_causal, scale, window, softcap, tensors, return_lse, backend,
+            query, key, value, is_causal, scale, window, softcap, operands, return_lse, backend,
             attn_mask=(attn_mask, None), mask_blocks=(mask_blocks, None), dropout_p=(dropout_p, 0),
             alibi_slopes=(alibi_slopes, None), deterministic=(deterministic, False),
         )  # fmt: skip
     dropout_p = dropout_p if type(dropout_p) is float else probability(dropout_p)
     seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
-    tensors, mask, blocks = NO_TENSORS, attn_mask, mask_blocks
+    operands, mask, blocks = NO_OPERANDS, attn_mask, mask_blocks
     if not (mask is blocks is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
-        tensors = DenseTensors(mask, alibi_slopes, sinks, kv_lens, key_ranges, seed, blocks)
+        operands = new_operands((
+            mask, alibi_slopes, sinks, kv_lens, key_ranges, seed, blocks, None,
+            None, None, None, None, None, None, None, None, None, None,
+        ))  # fmt: skip
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (
         is_causal, dropout_p, scale, left, right, softcap, deterministic,
         backend,
     )  # fmt: skip
-    return attend(query, key, value, tensors, scalars, DENSE, return_lse)
+    return attend(query, key, value, operands, scalars, DENSE, return_lse)
 
 
 def attention_varlen(
@@ -242,22 +248,26 @@ def attention_varlen(
     if not (page_table is q_scale is k_scale is v_scale is None):
         from fa_ops.functions import varlen
 
-        tensors = PackedQuantizedTensors(
-            cu_seqlens_q, cu_seqlens_k, page_table, sinks, kv_lens, q_scale, k_scale, v_scale
-        )
+        operands = Operands(
+            None, alibi_slopes, sinks, kv_lens, None, None, None, cu_seqlens_q, cu_seqlens_k,
+            page_table, None, None, q_scale, k_scale, v_scale,
+        )  # fmt: skip
         return varlen.attend(
-            query, key, value, tensors, alibi_slopes, (max_seqlen_q, max_seqlen_k), dropout_p,
+            query, key, value, operands, (max_seqlen_q, max_seqlen_k), dropout_p,
             deterministic, return_lse, is_causal=is_causal, scale=scale, window=window,
             softcap=softcap, backend=backend)  # fmt: skip
     dropout_p = dropout_p if type(dropout_p) is float else probability(dropout_p)
     seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
-    tensors = PackedTensors(cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, kv_lens, seed)
+    operands = new_operands((
+        None, alibi_slopes, sinks, kv_lens, None, seed, None, cu_seqlens_q, cu_seqlens_k, None,
+        None, None, None, None, None, None, None, None,
+    ))  # fmt: skip
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (
         is_causal, dropout_p, scale, left, right, softcap, deterministic,
         backend, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
-    return attend(query, key, value, tensors, scalars, PACKED, return_lse)
+    return attend(query, key, value, operands, scalars, PACKED, return_lse)
 
 
 def mask_blocks(attn_mask: Tensor) -> Tensor:

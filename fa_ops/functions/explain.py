@@ -14,13 +14,9 @@ from fa_ops.call.call import (
     CACHED,
     DENSE,
     PACKED,
-    CacheTensors,
     Call,
-    PackedQuantizedTensors,
-    PackedTensors,
-    QuantizedTensors,
 )
-from fa_ops.call.options import Cache, DenseTensors, Quantization, Scalars, Spec
+from fa_ops.call.options import Cache, Operands, Quantization, Scalars, Spec
 from fa_ops.call.python_types import checked_options, checked_packing, read_scale, sides
 from fa_ops.functions import attention, kv_cache, quantized, varlen
 from fa_ops.functions import varlen_quantized as packed_quantized
@@ -105,7 +101,7 @@ def _has_scales(options: dict) -> bool:
 def _packed_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallExplanation:
     """The explanation of packed e4m3 sequences: one kernel, or a batch of rows."""
     given = _bound(attention.attention_varlen, query, key, value, options)
-    tensors = PackedQuantizedTensors(*(given[name] for name in PackedQuantizedTensors._fields))
+    tensors = _operands(given)._replace(alibi_slopes=None)
     defaults = {"alibi_slopes": None, "dropout_p": 0, "deterministic": False}
     packed_quantized.refuse(tensors, {name: (given[name], x) for name, x in defaults.items()})
     tensors = packed_quantized.with_lengths(query, tensors)
@@ -138,7 +134,8 @@ def _described_quantized(query: Tensor, key: Tensor, value: Tensor, options: dic
     flags = {name: options[name] for name in Quantization._fields[3:] if name in options}
     function = quantized.quantized_attention if flags else attention.attention
     given = _bound(function, query, key, value, options)
-    tensors = QuantizedTensors(given["sinks"], given["kv_lens"], given["key_ranges"], **scales)
+    names = "sinks", "kv_lens", "key_ranges"
+    tensors = Operands(**{name: given[name] for name in names}, **scales)
     rest = given.get("qk_dtype"), given.get("smooth_key", False), given.get("rotate", False)
     scalars = _scalars(given)._replace(dropout_p=0.0, deterministic=False)
     return quantized.described(query, key, value, tensors, (*scalars, *rest))
@@ -153,6 +150,14 @@ def _scalars(given: dict[str, Any]) -> Scalars:
     )  # fmt: skip
 
 
+def _operands(given: dict[str, Any]) -> Operands:
+    """The operands among the arguments of a public function."""
+    operands = {name: given[name] for name in Operands._fields if name in given}
+    if "key_cache" in given:
+        operands |= {"new_key": given["key"], "new_value": given["value"]}
+    return Operands(**operands)
+
+
 def _bound(function: Callable, query: Tensor, key: Tensor, value: Tensor, options: dict) -> dict:
     """The arguments of the public function by name, defaults included."""
     try:
@@ -165,16 +170,16 @@ def _bound(function: Callable, query: Tensor, key: Tensor, value: Tensor, option
 
 def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Call:
     """The call that the public function with these options would plan."""
-    function, kind, named = attention.attention, DENSE, DenseTensors
+    function, kind = attention.attention, DENSE
     if "cu_seqlens_q" in options:
-        function, kind, named = attention.attention_varlen, PACKED, PackedTensors
+        function, kind = attention.attention_varlen, PACKED
     elif options.keys() & set(Cache._fields):
-        function, kind, named = kv_cache.attention_with_kv_cache, CACHED, CacheTensors
+        function, kind = kv_cache.attention_with_kv_cache, CACHED
     given = _bound(function, query, key, value, options)
     seed, scalars = None, _scalars(given)
     if scalars.dropout_p != 0.0 and isinstance(query, Tensor):
         seed = torch.zeros(1, dtype=torch.int64, device=query.device)  # draws no number
-    tensors = named(*(seed if name == "dropout_seed" else given[name] for name in named._fields))
+    tensors = _operands(given)._replace(dropout_seed=seed)
     checked = checked_options(query, key, value, tensors, scalars)
     spec = Spec(given.get("attn_mask"), scalars.dropout_p, scalars.is_causal, **checked)
     if kind == PACKED:

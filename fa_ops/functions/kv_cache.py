@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fa_ops.call.call import CACHED, CacheTensors, Call
-from fa_ops.call.options import Cache, Spec
+from fa_ops.call.call import CACHED, Call
+from fa_ops.call.options import Cache, Operands, Spec, new_operands
 from fa_ops.call.python_types import (
     Window,
     checked_options,
@@ -134,48 +134,48 @@ def attention_with_kv_cache(
         need_bool("return_lse", return_lse)
     if scale is not None and type(scale) is not float:
         scale = read_scale(scale)
-    tensors = CacheTensors(
-        kv_lens, page_table, key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale,
-        rotary_cos, rotary_sin, unified_max,
-    )  # fmt: skip
+    operands = new_operands((
+        None, alibi_slopes, sinks, kv_lens, key_ranges, None, None, None, None, page_table, key,
+        value, None, k_scale, v_scale, rotary_cos, rotary_sin, unified_max,
+    ))  # fmt: skip
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (
         is_causal, 0.0, scale, left, right, softcap, False,
         backend, rotary_interleaved, num_splits,
         batch_invariant,
     )  # fmt: skip
-    return _attend(query, key_cache, value_cache, tensors, scalars, return_lse)
+    return _attend(query, key_cache, value_cache, operands, scalars, return_lse)
 
 
 def _attend(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, tensors: CacheTensors, scalars: tuple,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, operands: Operands, scalars: tuple,
     with_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """out, or (out, lse), of a call with these scalars, which are those of `planning.key_of`."""
-    route, plan, geometry = eager.find(CACHED, query, key_cache, value_cache, tensors, scalars)
+    route, plan, geometry = eager.find(CACHED, query, key_cache, value_cache, operands, scalars)
     if route is Route.AUTOCAST:
-        given = query, key_cache, value_cache, tensors, scalars, with_lse
+        given = query, key_cache, value_cache, operands, scalars, with_lse
         return autocast.below(_attend, autocast.cast_cached, *given)
     if plan is None:
         need_tensor("key_cache", key_cache)
         need_tensor("value_cache", value_cache)
-        need_tensor("kv_lens", tensors.kv_lens)
-        options = checked_options(query, key_cache, value_cache, tensors, scalars)
-        cache, is_causal = checked_cache(tensors, *scalars[-3:]), scalars[0]
-        if geometry is None or not library.is_strided(query, key_cache, value_cache, *tensors):
+        need_tensor("kv_lens", operands.kv_lens)
+        options = checked_options(query, key_cache, value_cache, operands, scalars)
+        cache, is_causal = checked_cache(operands, *scalars[-3:]), scalars[0]
+        if geometry is None or not library.is_strided(query, key_cache, value_cache, *operands):
             out, lse = _by_operator(query, key_cache, value_cache, cache, is_causal, options)
             return (out, lse) if with_lse else out
         spec = Spec(None, 0.0, is_causal, **options)
         call = Call(CACHED, query, key_cache, value_cache, spec, cache=cache)
         plan = planning.prepare(geometry, call, scalars)
-    out, lse = plan.run(query, key_cache, value_cache, tensors, with_lse)
-    if tensors.key is not None:
+    out, lse = plan.run(query, key_cache, value_cache, operands, with_lse)
+    if operands.new_key is not None:
         kv_cache.written(key_cache, value_cache)
     return (out, lse) if with_lse else out
 
 
 def checked_cache(
-    tensors: CacheTensors,
+    operands: Operands,
     rotary_interleaved: bool = False,
     num_splits: int = 0,
     batch_invariant: bool = False,
@@ -185,11 +185,11 @@ def checked_cache(
     for name, flag in flags.items():
         need_bool(name, flag)
     num_splits = need_int("num_splits", num_splits)
-    t = tensors
-    if (t.key is None) != (t.value is None):
+    t = operands
+    if (t.new_key is None) != (t.new_value is None):
         raise ValueError("key and value must be given together")
     return Cache(
-        t.page_table, t.key, t.value, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin,
+        t.page_table, t.new_key, t.new_value, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin,
         rotary_interleaved, num_splits, batch_invariant, t.unified_max,
     )  # fmt: skip
 

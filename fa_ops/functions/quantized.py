@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call.call import QUANTIZED, Call, PackedQuantizedTensors, QuantizedTensors
-from fa_ops.call.options import Quantization, Spec, dtype_name
+from fa_ops.call.call import QUANTIZED, Call
+from fa_ops.call.options import Operands, Quantization, Spec, dtype_name, new_operands
 from fa_ops.call.python_types import Window, checked_options, need_bool, read_scale, sides
 from fa_ops.ops import autocast, eager, library, quantized
 from fa_ops.ops.library import Route
@@ -85,25 +85,28 @@ def quantized_attention(
         raise TypeError("qk_dtype must be a torch.dtype, got None")
     if scale is not None and type(scale) is not float:
         scale = read_scale(scale)
-    tensors = QuantizedTensors(sinks, kv_lens, key_ranges)
+    operands = new_operands((
+        None, None, sinks, kv_lens, key_ranges, None, None, None, None, None, None, None, None,
+        None, None, None, None, None,
+    ))  # fmt: skip
     scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, qk_dtype, smooth_key,
                rotate)  # fmt: skip
-    return _run(query, key, value, tensors, scalars, return_lse)
+    return _run(query, key, value, operands, scalars, return_lse)
 
 
 def scaled_attention(
-    query, key, value, is_causal, scale, window, softcap, tensors: QuantizedTensors, return_lse,
+    query, key, value, is_causal, scale, window, softcap, operands: Operands, return_lse,
     backend, **refused,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` of e4m3 tensors with their scales; of `refused` all must have their defaults."""
     refuse_given(refused)
-    refuse_missing(tensors)
+    refuse_missing(operands)
     if isinstance(query, Tensor) and query.dtype.itemsize > 1:
         raise TypeError(
             f"q_scale is for tensors in float8_e4m3fn, but query is {dtype_name(query.dtype)}"
         )
     scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, None, False, False)
-    return _run(query, key, value, tensors, scalars, return_lse)
+    return _run(query, key, value, operands, scalars, return_lse)
 
 
 def refuse_given(arguments: dict[str, tuple]) -> None:
@@ -114,44 +117,47 @@ def refuse_given(arguments: dict[str, tuple]) -> None:
             raise ValueError(f"{name} must not be given with q_scale, k_scale and v_scale")
 
 
-def refuse_missing(tensors: QuantizedTensors | PackedQuantizedTensors) -> None:
+def refuse_missing(operands: Operands) -> None:
     """Raise ValueError unless all three scales are given."""
-    missing = [name for name in tensors._fields[-3:] if getattr(tensors, name) is None]
+    scales = "q_scale", "k_scale", "v_scale"
+    missing = [name for name in scales if getattr(operands, name) is None]
     if missing:
         raise ValueError(f"q_scale, k_scale and v_scale go together: {missing[0]} is missing")
 
 
-def described(query, key, value, tensors: QuantizedTensors, scalars: tuple) -> Call:
+def described(query, key, value, operands: Operands, scalars: tuple) -> Call:
     """The call with these arguments, the types of Python values checked.
 
     `scalars` are those of `Scalars`, and qk_dtype, smooth_key and rotate.
     """
-    options = checked_options(query, key, value, tensors, scalars)
+    options = checked_options(query, key, value, operands, scalars)
     is_causal, (qk_dtype, smooth_key, rotate) = scalars[0], scalars[-3:]
     if qk_dtype is not None and not isinstance(qk_dtype, torch.dtype):
         raise TypeError(f"qk_dtype must be a torch.dtype, got {qk_dtype!r}")
     for name, flag in (("smooth_key", smooth_key), ("rotate", rotate)):
         need_bool(name, flag)
-    quantization = Quantization(*tensors[3:], qk_dtype, smooth_key, rotate)
+    quantization = Quantization(
+        operands.q_scale, operands.k_scale, operands.v_scale, qk_dtype, smooth_key, rotate
+    )
     spec = Spec(None, 0.0, is_causal, **options)
     return Call(QUANTIZED, query, key, value, spec, quantization=quantization)
 
 
-def _run(query, key, value, tensors: QuantizedTensors, scalars: tuple, with_lse: bool):
+def _run(query, key, value, operands: Operands, scalars: tuple, with_lse: bool):
     need_bool("return_lse", with_lse)
-    route, plan, geometry = eager.find(QUANTIZED, query, key, value, tensors, scalars)
+    route, plan, geometry = eager.find(QUANTIZED, query, key, value, operands, scalars)
     if route is Route.AUTOCAST:
-        given = query, key, value, tensors, scalars, with_lse
+        given = query, key, value, operands, scalars, with_lse
         return autocast.below(_run, autocast.cast_quantized, *given)
     if route is Route.RECORD:
-        quantized.refuse_gradients(query, key, value, *tensors)
+        quantized.refuse_gradients(query, key, value, *operands)
     if plan is not None:
-        out, lse = plan.run(query, key, value, tensors, with_lse)
+        out, lse = plan.run(query, key, value, operands, with_lse)
         return (out, lse) if with_lse else out
-    call = described(query, key, value, tensors, scalars)
-    if geometry is not None and library.is_strided(query, key, value, *tensors):
+    call = described(query, key, value, operands, scalars)
+    if geometry is not None and library.is_strided(query, key, value, *operands):
         plan = planning.prepare(geometry, call, scalars)
-        out, lse = plan.run(query, key, value, tensors, with_lse)
+        out, lse = plan.run(query, key, value, operands, with_lse)
     else:
         out, lse = _by_operator(call)
     return (out, lse) if with_lse else out

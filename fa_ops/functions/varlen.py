@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fa_ops import tracing
 from fa_ops.call import backend_option, cache_checks, checks
-from fa_ops.call.call import PAGED, CacheTensors, Call, PackedQuantizedTensors, PagedTensors
-from fa_ops.call.options import Cache, Packing, Spec, heads_of_tile
+from fa_ops.call.call import PAGED, Call
+from fa_ops.call.options import Cache, Operands, Packing, Spec, heads_of_tile
 from fa_ops.call.python_types import (
     checked_options,
     is_proxy,
@@ -30,21 +30,22 @@ from fa_ops.plans import dispatch, planning
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, tensors: PackedQuantizedTensors,
-    alibi_slopes: Tensor | None, longest: tuple[int | None, int | None], dropout_p: float,
+    query: Tensor, key: Tensor, value: Tensor, operands: Operands,
+    longest: tuple[int | None, int | None], dropout_p: float,
     deterministic: bool, return_lse: bool, **options,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """out (Tq, Hq, Dv), or out and lse (Hq, Tq); `longest` are upper bounds on sequences."""
-    t = tensors
+    t = operands
     if t.q_scale is t.k_scale is t.v_scale is None:
         out, lse = attend_pages(*arguments(
             query, key, value, t.cu_seqlens_q, t.cu_seqlens_k, t.kv_lens, t.page_table, *longest,
-            dropout_p, deterministic, alibi_slopes=alibi_slopes, sinks=t.sinks, **options,
+            dropout_p, deterministic, alibi_slopes=t.alibi_slopes, sinks=t.sinks, **options,
         ))  # fmt: skip
     else:
         out, lse = varlen_quantized.scaled_attention(
-            query, key, value, tensors, longest, **options, dropout_p=(dropout_p, 0),
-            alibi_slopes=(alibi_slopes, None), deterministic=(deterministic, False),
+            query, key, value, operands._replace(alibi_slopes=None), longest, **options,
+            dropout_p=(dropout_p, 0), alibi_slopes=(t.alibi_slopes, None),
+            deterministic=(deterministic, False),
         )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -195,7 +196,8 @@ def check(
         checks.cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0])
         checks.max_seqlen("max_seqlen_q", longest[0], cu_seqlens_q.diff(), "queries")
         checks.max_seqlen("max_seqlen_k", longest[1], kv_lens, "keys")
-        cache_checks.values(query, key, value, CacheTensors(kv_lens, page_table), "key")
+        operands = Operands(kv_lens=kv_lens, page_table=page_table)
+        cache_checks.values(query, key, value, operands, "key")
 
 
 def _no_keys(query: Tensor) -> Tensor:
@@ -277,10 +279,13 @@ def check_options(
 
 def tensors_of(
     cu_seqlens_q: Tensor, kv_lens: Tensor, page_table: Tensor, options: dict[str, Any]
-) -> PagedTensors:
+) -> Operands:
     """The tensors of a call besides query, key and value."""
     slopes, sinks = options.get("alibi_slopes"), options.get("sinks")
-    return PagedTensors(cu_seqlens_q, kv_lens, page_table, slopes, sinks)
+    return Operands(
+        alibi_slopes=slopes, sinks=sinks, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q,
+        page_table=page_table,
+    )  # fmt: skip
 
 
 def _scalars(options: dict[str, Any], backend: str | None) -> tuple:
@@ -293,11 +298,11 @@ def _scalars(options: dict[str, Any], backend: str | None) -> tuple:
 
 
 def _described(
-    query: Tensor, key: Tensor, value: Tensor, tensors: PagedTensors, scalars: tuple
+    query: Tensor, key: Tensor, value: Tensor, tensors: Operands, scalars: tuple
 ) -> Call:
     """The call, types checked."""
     checked = checked_options(query, key, value, tensors, scalars)
-    packing = Packing(tensors.cu_seqlens_q, tensors.cu_seqlens_q)
+    packing = Packing(tensors.cu_seqlens_q, None)
     spec = Spec(None, 0.0, scalars[0], **checked)
     return Call(PAGED, query, key, value, spec, packing, Cache(tensors.page_table))
 
@@ -309,7 +314,7 @@ def _refusal(call: Call) -> str | None:
 
 
 def _may_run(
-    query: Tensor, key: Tensor, value: Tensor, tensors: PagedTensors, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, tensors: Operands, options: dict[str, Any]
 ) -> bool:
     """Whether the caller leaves the choice of a backend open, or asks for that one, and nothing
     stands between the call and a kernel."""
@@ -325,7 +330,7 @@ def _may_run(
     )
 
 
-def _is_direct(query: Tensor, key: Tensor, value: Tensor, tensors: PagedTensors) -> bool:
+def _is_direct(query: Tensor, key: Tensor, value: Tensor, tensors: Operands) -> bool:
     """Whether the dispatcher would do nothing.
 
     Autocast casts queries to the cache's dtype.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fa_ops import tracing
 from fa_ops.call import backend_option, checks, quantized_checks
-from fa_ops.call.call import QUANTIZED, QUANTIZED_PACKED, Call, PackedQuantizedTensors
-from fa_ops.call.options import Cache, Quantization, Spec
+from fa_ops.call.call import QUANTIZED, QUANTIZED_PACKED, Call
+from fa_ops.call.options import Cache, Operands, Quantization, Spec
 from fa_ops.call.python_types import Window, checked_options, checked_packing, need_tensor, sides
 from fa_ops.functions.quantized import refuse_given, refuse_missing
 from fa_ops.ops import library, quantized
@@ -23,7 +23,7 @@ BACKEND = "hopper"  # which has the kernel
 
 
 def scaled_attention(
-    query: Tensor, key: Tensor, value: Tensor, tensors: PackedQuantizedTensors,
+    query: Tensor, key: Tensor, value: Tensor, tensors: Operands,
     longest: tuple[int | None, int | None], is_causal: bool, scale: float | None,
     window: Window | None, softcap: float, backend: str | None, **refused,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -54,31 +54,28 @@ def scaled_attention(
     return _attend_rows(call)
 
 
-def refuse(tensors: PackedQuantizedTensors, refused: dict[str, tuple]) -> None:
+def refuse(tensors: Operands, refused: dict[str, tuple]) -> None:
     """Raise ValueError unless all scales are given, and each value of `refused` is its default."""
     refuse_given(refused)
     refuse_missing(tensors)
 
 
-def described(
-    query: Tensor, key: Tensor, value: Tensor, tensors: PackedQuantizedTensors, scalars: tuple
-) -> Call:
+def described(query: Tensor, key: Tensor, value: Tensor, tensors: Operands, scalars: tuple) -> Call:
     """The call with these arguments, the types of Python values checked.
 
     `scalars` are those of `Scalars`, and upper bounds on the lengths of sequences.
     """
     options = checked_options(query, key, value, tensors, scalars)
-    ends_q, ends_k, table, _, _, *scales = tensors
-    ends_k = need_tensor("cu_seqlens_k", ends_k) if table is None else ends_q
-    packing = checked_packing(ends_q, ends_k, *scalars[-2:])
+    t, table = tensors, tensors.page_table
+    packing = checked_packing(t.cu_seqlens_q, t.cu_seqlens_k, *scalars[-2:], table is not None)
     return Call(
         QUANTIZED_PACKED, query, key, value, Spec(None, 0.0, scalars[0], **options), packing,
         None if table is None else Cache(table),
-        quantization=Quantization(*scales, None, False, False),
+        quantization=Quantization(t.q_scale, t.k_scale, t.v_scale, None, False, False),
     )  # fmt: skip
 
 
-def with_lengths(query: Tensor, tensors: PackedQuantizedTensors) -> PackedQuantizedTensors:
+def with_lengths(query: Tensor, tensors: Operands) -> Operands:
     """With `kv_lens` in place of cu_seqlens_k where keys are in pages."""
     table, ends, lens = tensors.page_table, tensors.cu_seqlens_k, tensors.kv_lens
     if table is None:
@@ -95,7 +92,7 @@ def with_lengths(query: Tensor, tensors: PackedQuantizedTensors) -> PackedQuanti
 
 
 def _may_run(
-    query: Tensor, key: Tensor, value: Tensor, tensors: PackedQuantizedTensors, backend: str | None
+    query: Tensor, key: Tensor, value: Tensor, tensors: Operands, backend: str | None
 ) -> bool:
     """Whether the backend with the kernel may be chosen, and there is something to attend."""
     table = tensors.page_table

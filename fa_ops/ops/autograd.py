@@ -13,11 +13,19 @@ from torch._ops import OpOverload
 
 from fa_ops import tracing
 from fa_ops.call import checks
-from fa_ops.call.call import Call, Saved, Tensors
-from fa_ops.call.options import NO_TENSORS, DenseTensors, Gradients, keywords
+from fa_ops.call.call import Call, Saved
+from fa_ops.call.options import (
+    NO_OPERANDS,
+    Gradients,
+    Operands,
+    keywords,
+    new_operands,
+    operand_set,
+)
 from fa_ops.ops import library
-from fa_ops.plans import planning
-from fa_ops.plans.planning import Prepared, Repeatable
+from fa_ops.plans import planning, recognition
+from fa_ops.plans.planning import Prepared
+from fa_ops.plans.recognition import LastCall
 
 # The Autograd kernels of attention, shared by the dense and the packed operators.
 
@@ -60,7 +68,6 @@ class Recording(NamedTuple):
     operators: Operators
     plan: Prepared
     with_lse: bool
-    named: type[Tensors]  # the optional tensors, in order
 
 
 def without_gradient(operator: OpOverload, keyset, call: Call, with_lse: bool, *args, **options):
@@ -84,14 +91,14 @@ def record(
     else:
         options = call.without_tensors()
         run = partial(_redispatch, operators.forward, keyset, options)
-        plan = Prepared(run, options, planning.scalars_of(call))
-    tensors = () if call.tensors is NO_TENSORS else call.tensors
-    recording = Recording(operators, plan, with_lse, type(call.tensors))
+        plan = Prepared(run, options, planning.scalars_of(call), operand_set(call.tensors))
+    tensors = plan.operands.select(call.tensors)
+    recording = Recording(operators, plan, with_lse)
     return library.apply(Attention, recording, call.query, call.key, call.value, *tensors)
 
 
-def _redispatch(operator, keyset, options: Call, q, k, v, tensors, with_lse):
-    args, keyword_args = arguments(options.with_tensors(tensors))
+def _redispatch(operator, keyset, options: Call, q, k, v, operands, with_lse):
+    args, keyword_args = arguments(options.with_tensors(operands))
     with library.recording():
         return library.redispatch(operator, keyset, q, k, v, *args, **keyword_args)
 
@@ -99,14 +106,17 @@ def _redispatch(operator, keyset, options: Call, q, k, v, tensors, with_lse):
 class Attention(library.SingleLevelFunction):
     """forward(recording, query, key, value, *tensors) -> out, or (out, lse).
 
-    `tensors` are those of `call.Tensors`, or none.
+    `tensors` are the operands that the call has.
     """
 
     @staticmethod
     def forward(ctx, recording, q, k, v, *tensors):
         """Run the forward plan and save its tensors."""
-        named = recording.named(*tensors) if tensors else NO_TENSORS
-        out, lse = recording.plan.run(q, k, v, named, True)
+        plan = recording.plan
+        operands = NO_OPERANDS
+        if tensors:
+            operands = new_operands(plan.operands.places((*tensors, None)))
+        out, lse = plan.run(q, k, v, operands, True)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.recording = recording
         if not recording.with_lse:
@@ -121,49 +131,57 @@ class Attention(library.SingleLevelFunction):
         given = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, q, k, v, out, lse
         traced = tracing.is_traced_by_dynamo()  # which cannot trace the question that follows
         if traced or not library.is_autocast_enabled() or tracing.is_compiling():
-            return _gradients(ctx.recording, ctx.needs_input_grad, given, others)
+            return _gradients(ctx.recording, ctx.needs_input_grad, given, others, traced)
         with library.without_autocast():
-            return _gradients(ctx.recording, ctx.needs_input_grad, given, others)
+            return _gradients(ctx.recording, ctx.needs_input_grad, given, others, traced)
 
 
-def _gradients(recording: Recording, needs: tuple, given: tuple, others: list) -> tuple:
+def _gradients(
+    recording: Recording, needs: tuple, given: tuple, others: list, traced: bool
+) -> tuple:
     """Those of the arguments of `Attention.forward`, of which `needs` tells which need one."""
-    plan, tensors, mask_grad, is_needed = recording.plan, NO_TENSORS, False, needs[4:]
+    plan, is_needed = recording.plan, needs[4:]
+    names, operands, mask_grad = plan.operands.names, NO_OPERANDS, False
     if others:
-        tensors = recording.named(*others)
-        mask_grad = recording.named is DenseTensors and is_needed[0]
+        if traced:  # Dynamo cannot trace an itemgetter
+            operands = Operands(**dict(zip(names, others)))
+        else:
+            operands = new_operands(plan.operands.places((*others, None)))
+        mask_grad = names[0] == "attn_mask" and is_needed[0]
     last = plan.last_backward
     # what ran the last backward pass of the plan, if this one differs in addresses alone
     if (
         last is not None
         and not (torch.is_grad_enabled() or tracing.is_watched())
-        and last.settings == planning.settings(given[2].dtype, mask_grad)
+        and last.outcome[0] == recognition.settings(given[2].dtype, mask_grad)
         and last.matches(*given, *others)
     ):
-        grads = last.run(*given, tensors)
+        grads = last.outcome[1](*given, operands)
     else:
-        grads = _planned_gradients(recording, mask_grad, given, tensors)
+        grads = _planned_gradients(recording, mask_grad, given, others, operands)
     if True not in is_needed:
         return None, *grads[:3], *[None] * len(others)
-    names = zip(recording.named._fields, is_needed, strict=True)
-    of_others = [getattr(grads, name) if needed else None for name, needed in names]
+    pairs = zip(names, is_needed, strict=True)
+    of_others = [getattr(grads, name) if needed else None for name, needed in pairs]
     return None, *grads[:3], *of_others
 
 
-def _planned_gradients(recording: Recording, mask_grad: bool, given: tuple, tensors: Tensors):
+def _planned_gradients(
+    recording: Recording, mask_grad: bool, given: tuple, others: list, operands: Operands
+):
     """At least the gradients of query, key and value, by the operator if it must be dispatched."""
     grad_out, grad_lse, q, k, v, out, lse = given
     plan = recording.plan
-    is_direct = library.can_bypass_dispatcher(*given, *tensors) and all(
+    is_direct = library.can_bypass_dispatcher(*given, *others) and all(
         g is None or library.have_same_dispatch_keys(g, lse) for g in (grad_out, grad_lse)
     )
     if is_direct:
         saved = Saved(grad_out, grad_lse, out, lse, mask_grad)
-        run = planning.prepared_backward(plan.call, plan.scalars, q, k, v, tensors, saved).run
-        matches = library.like(*given, *(() if tensors is NO_TENSORS else tensors))
-        plan.last_backward = Repeatable(matches, planning.settings(q.dtype, mask_grad), run)
-        return run(*given, tensors)
-    call = plan.call.with_tensors(tensors)
+        run = planning.prepared_backward(plan.call, plan.scalars, q, k, v, operands, saved).run
+        matches = recognition.like(*given, *others)
+        plan.last_backward = LastCall(matches, (recognition.settings(q.dtype, mask_grad), run))
+        return run(*given, operands)
+    call = plan.call.with_tensors(operands)
     args, options = arguments(call)
     if mask_grad:
         options["mask_grad"] = True

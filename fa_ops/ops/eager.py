@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa_ops.call import backend_option
-from fa_ops.call.call import DENSE, PACKED, Call, PackedTensors, Tensors
-from fa_ops.call.options import NO_TENSORS, DenseTensors, Spec
+from fa_ops.call.call import DENSE, OPERANDS_OF, PACKED, Call
+from fa_ops.call.options import NO_OPERANDS, Operands, Spec
 from fa_ops.call.python_types import checked_options, checked_packing
 from fa_ops.ops import autocast, autograd, dense, library, varlen
 from fa_ops.ops.library import Route
-from fa_ops.plans import planning
-from fa_ops.plans.planning import Latest, Prepared
+from fa_ops.plans import planning, recognition
+from fa_ops.plans.planning import Prepared
+from fa_ops.plans.recognition import LastCall
 
 # Runs `attention` and `attention_varlen` once their arguments are collected.
 #
@@ -24,38 +24,38 @@ from fa_ops.plans.planning import Latest, Prepared
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, tensors: DenseTensors | PackedTensors,
+    query: Tensor, key: Tensor, value: Tensor, operands: Operands,
     scalars: tuple, kind: str, with_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """out, or (out, lse), of a dense or a packed call; `scalars` are those of `planning.key_of`."""
-    route, plan, geometry = find(kind, query, key, value, tensors, scalars, True)
+    route, plan, geometry = find(kind, query, key, value, operands, scalars, True)
     if route is Route.AUTOCAST:
         cast = autocast.cast_attention
-        return autocast.below(attend, cast, query, key, value, tensors, scalars, kind, with_lse)
-    if route is Route.RECORD and tensors.alibi_slopes is not None:
-        autograd.refuse_gradient_of(tensors.alibi_slopes)
+        return autocast.below(attend, cast, query, key, value, operands, scalars, kind, with_lse)
+    if route is Route.RECORD and operands.alibi_slopes is not None:
+        autograd.refuse_gradient_of(operands.alibi_slopes)
     if plan is None:
-        options = checked_options(query, key, value, tensors, scalars)
-        args = _positional(tensors, scalars, kind)
-        if geometry is None or not library.is_strided(query, key, value, *tensors):
+        options = checked_options(query, key, value, operands, scalars)
+        args = _positional(operands, scalars, kind)
+        if geometry is None or not library.is_strided(query, key, value, *operands):
             return _by_operator(query, key, value, args, options, kind, with_lse)
         call = _described(query, key, value, args, options, kind)
         plan = planning.prepare(geometry, call, scalars)
     if route is Route.RECORD:
         operators = dense.OPERATORS if kind == DENSE else varlen.OPERATORS
-        recording = autograd.Recording(operators, plan, with_lse, type(tensors))
-        others = () if tensors is NO_TENSORS else tensors
+        recording = autograd.Recording(operators, plan, with_lse)
+        others = plan.operands.select(operands)
         return autograd.Attention.apply(recording, query, key, value, *others)
-    out, lse = plan.run(query, key, value, tensors, with_lse)
+    out, lse = plan.run(query, key, value, operands, with_lse)
     return (out, lse) if with_lse else out
 
 
-def _positional(tensors: DenseTensors | PackedTensors, scalars: tuple, kind: str) -> tuple:
+def _positional(operands: Operands, scalars: tuple, kind: str) -> tuple:
     """The operators' positional arguments after value."""
     is_causal, dropout_p, *_ = scalars
     if kind == DENSE:
-        return tensors.attn_mask, dropout_p, is_causal
-    ends = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+        return operands.attn_mask, dropout_p, is_causal
+    ends = operands.cu_seqlens_q, operands.cu_seqlens_k
     return *checked_packing(*ends, *scalars[-2:]), dropout_p, is_causal
 
 
@@ -98,7 +98,7 @@ _WITHOUT_PLAN = {route: Found(route) for route in Route}
 
 
 def find(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, scalars: tuple,
+    kind: str, q: Tensor, k: Tensor, v: Tensor, operands: Operands, scalars: tuple,
     has_gradient: bool = False,
 ) -> Found:  # fmt: skip
     """How a call with these arguments, whatever their types, is run.
@@ -109,47 +109,34 @@ def find(
     """
     if library.is_dispatched():
         return _WITHOUT_PLAN[Route.DISPATCH]
-    given = (q, k, v) if tensors is NO_TENSORS else (q, k, v, *tensors)
+    given = q, k, v
+    if operands is not NO_OPERANDS:
+        given = q, k, v, *OPERANDS_OF[kind].select(operands)
     backend = backend_option.chosen() if _open_blocks() else backend_option.default
     options = (
         kind, len(given), _is_grad_enabled(), backend, scalars, tuple(map(type, scalars)),
     )  # fmt: skip
     try:
-        latest = planning.latest_calls.get(options)
-        if latest is not None:
-            for t in given:
-                if t is not None and t.is_nested:  # of strided layout: comparing strides aborts
-                    latest = None
-    except (TypeError, AttributeError):  # an option without a hash, or no tensor: checks refuse it
-        latest = None
-    if latest is not None and latest.matches(*given):
-        return latest.found
+        last = recognition.last_calls.get(options)
+        if (
+            last is not None
+            # of strided layout: comparing strides aborts
+            and not (q.is_nested or k.is_nested or v.is_nested)
+            and last.matches(*given)
+        ):
+            return last.outcome
+    # an option without a hash, or no tensor, or not even comparable to None: checks refuse it
+    except (TypeError, AttributeError, ValueError, RuntimeError):
+        last = None
     route = library.route_by_tensors(*given)
     if not (route is Route.DIRECT or (route is Route.RECORD and has_gradient)):
         return _WITHOUT_PLAN[route]
-    geometry = planning.key_of(kind, q, k, v, tensors, scalars)
+    geometry = planning.key_of(kind, q, k, v, operands, scalars)
     plan = planning.prepared(geometry)
     if plan is None:
         return Found(route, None, geometry)
     found = Found(route, plan)
-    if plan.latest is None or plan.latest is latest or plan.latest.found != found:
-        plan.latest = Latest(found, _test_of(*given))
-    planning.keep_latest(options, plan.latest)
+    if plan.last_call is None or plan.last_call is last or plan.last_call.outcome != found:
+        plan.last_call = LastCall(recognition.like_call(*given), found)
+    recognition.keep(options, plan.last_call)
     return found
-
-
-def _test_of(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> Callable[..., bool]:
-    """A test whether a call with other tensors has the geometry of one with these."""
-    are_like, precision = library.like(q, k, v, *tensors), planning.precision_of(q.dtype)
-    shared = None if k.shape == v.shape else k.data_ptr() == v.data_ptr()
-    if precision is None and shared is None:
-        return are_like
-
-    def matches(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> bool:
-        return (
-            are_like(q, k, v, *tensors)
-            and (shared is None or (k.data_ptr() == v.data_ptr()) is shared)
-            and precision == planning.precision_of(q.dtype)
-        )
-
-    return matches

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fa_ops.call import checks
 from fa_ops.call.call import DENSE, Call
-from fa_ops.call.options import DenseTensors, Spec, default_scale, keywords
+from fa_ops.call.options import Operands, Spec, default_scale, keywords
 from fa_ops.ops import autograd, dense, library
 
 OPERATOR = torch.ops.fa.attention_averaging_rows.default
@@ -87,7 +87,7 @@ class _AveragingRows(library.SingleLevelFunction):
     @staticmethod
     def forward(ctx, spec, grad_share, q, k, v, rows, filled, *tensors):
         with library.recording():
-            out, lse = _forward(q, k, v, rows, spec.with_tensors(DenseTensors(*tensors)))
+            out, lse = _forward(q, k, v, rows, spec.with_tensors(Operands(*tensors)))
         ctx.save_for_backward(q, k, v, out, lse, rows, filled, *tensors)
         ctx.spec, ctx.grad_share = spec, grad_share
         ctx.set_materialize_grads(False)
@@ -96,7 +96,7 @@ class _AveragingRows(library.SingleLevelFunction):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse, rows, filled, *tensors = ctx.saved_tensors
-        spec = ctx.spec.with_tensors(DenseTensors(*tensors))
+        spec = ctx.spec.with_tensors(Operands(*tensors))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         _, _, of_q, of_k, of_v, _, _, of_mask, _, of_sinks, *_ = ctx.needs_input_grad
         query, options = _averaged(q, rows, spec)
@@ -123,7 +123,7 @@ def _attention(q, k, v, *args, averaging_rows, filled_keys=None, grad_share=1.0,
     if not autograd.needs_grad(call):
         return _forward(q, k, v, averaging_rows, spec)
     library.reject_forward_ad(OPERATOR, q, k, v, spec.attn_mask, spec.alibi_slopes, spec.sinks)
-    plain, tensors = spec.with_tensors(DenseTensors()), DenseTensors(*spec.tensors)
+    plain, tensors = spec.with_tensors(Operands()), Operands(*spec.tensors)
     given = (q, k, v, averaging_rows, filled_keys, *tensors)
     return library.apply(_AveragingRows, plain, grad_share, *given)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
-from operator import itemgetter
 
 import torch
 from torch import DispatchKeySet, Tag, Tensor
@@ -175,12 +174,6 @@ except ImportError:  # then torch.func.grad of an operator raises torch's own er
     from torch.autograd import Function as SingleLevelFunction
 
     _single_level = nullcontext
-
-
-try:  # TorchDynamo's guards compare tensors in one call of C++
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:
-    TensorGuards = None
 
 
 def apply(function: type[SingleLevelFunction], *args):
@@ -376,59 +369,6 @@ def have_same_dispatch_keys(a: Tensor, b: Tensor) -> bool:
 
 
 _dispatch_keys = torch._C._dispatch_keys
-
-
-def like(*tensors: Tensor | None) -> Callable[..., bool]:
-    """A test whether as many others have the types, dtypes, devices, shapes and strides of these.
-
-    And the dispatch keys, with what modes and transforms add to them. There are two at least.
-    """
-    if TensorGuards is None:
-        return lambda *others: False
-    (test, select), *repeated = _tests_of(tensors)
-    absent = [i for i, t in enumerate(tensors) if t is None]
-    if not (repeated or absent):
-        return test
-
-    def are_like(*others: Tensor | None) -> bool:
-        for i in absent:
-            if others[i] is not None:
-                return False
-        if not test(*select(others)):  # which refuses None
-            return False
-        for again, at in repeated:  # noqa: SIM110 - a generator takes longer
-            if not again(*at(others)):
-                return False
-        return True
-
-    return are_like
-
-
-def _tests_of(tensors: Sequence[Tensor | None]) -> list[tuple[Callable, Callable]]:
-    """Tests of others, each with what selects those that it tests.
-
-    One test refuses a tensor that is given twice, so those given n times are in n tests.
-    """
-    groups: list[dict[int, int]] = []  # of each test, positions by the tensors' identities
-    for i, t in enumerate(tensors):
-        if t is not None:
-            group = next((g for g in groups if id(t) not in g), None)
-            if group is None:
-                groups.append(group := {})
-            group[id(t)] = i
-    none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-    selected = [list(group.values()) for group in groups]
-    return [
-        (TensorGuards(*[tensors[i] for i in at], **none).check, _selector(at)) for at in selected
-    ]
-
-
-def _selector(positions: list[int]) -> Callable[[Sequence], Sequence]:
-    """What returns the elements of a tuple at these positions, a slice if it can."""
-    first, last = positions[0], positions[-1]
-    if positions == list(range(first, last + 1)):
-        return itemgetter(slice(first, last + 1))
-    return itemgetter(*positions)
 
 
 def without_autocast():

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import checks, quantized_checks
-from fa_ops.call.call import QUANTIZED, Call, QuantizedTensors
-from fa_ops.call.options import Quantization, Spec
+from fa_ops.call.call import QUANTIZED, Call
+from fa_ops.call.options import Operands, Quantization, Spec
 from fa_ops.ops import axes, library
 from fa_ops.plans import planning
 from fa_ops.plans.outputs import dense_outputs
 
 QUANTIZED_ATTENTION = torch.ops.fa.quantized_attention.default
-_TENSORS = ("query", "key", "value", *QuantizedTensors._fields)
+_TENSORS = ("query", "key", "value", *Operands._fields)
 
 
 def bind(
@@ -33,9 +33,7 @@ def bind(
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Raise ValueError where a gradient of query, key, value or a `QuantizedTensors` would be
-    recorded.
-    """
+    """Raise ValueError where a gradient of query, key, value or an operand would be recorded."""
     reason = (
         "attention with 8-bit products has no gradient; call it under torch.no_grad(), or use "
         "attention with 16-bit tensors, which has one"

@@ -10,16 +10,21 @@ from fa_ops.call.call import (
     MERGE,
     MERGE_INTO,
     PACKED,
-    CacheTensors,
     Call,
     Plan,
-    QuantizedTensors,
     Run,
-    Tensors,
     general,
 )
 from fa_ops.call.checks import FP8, lse_dtype
-from fa_ops.call.options import Cache, Gradients, Packing, Quantization, Spec, mask_blocks_shape
+from fa_ops.call.options import (
+    Cache,
+    Gradients,
+    Operands,
+    Packing,
+    Quantization,
+    Spec,
+    mask_blocks_shape,
+)
 
 
 def dense_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,17 +158,16 @@ def adding_features(run: Run, call: Call) -> Run:
 
 
 def _padded(
-    q: Tensor, k: Tensor, v: Tensor, tensors: Tensors
-) -> tuple[Tensor, Tensor, Tensor, Tensors]:
+    q: Tensor, k: Tensor, v: Tensor, tensors: Operands
+) -> tuple[Tensor, Tensor, Tensor, Operands]:
     D, Dv = q.shape[-1], v.shape[-1]
     width = D or Dv or _FEATURES
-    if isinstance(tensors, CacheTensors) and tensors.key is not None:
-        new = _wide(tensors.key, width), _wide(tensors.value, width)
-        tensors = tensors._replace(key=new[0], value=new[1])
-    elif isinstance(tensors, QuantizedTensors) and not Dv:
-        scale = tensors.v_scale
-        if scale is not None and scale.dim() == 3:  # one for each channel
-            tensors = tensors._replace(v_scale=scale.new_ones(*scale.shape[:2], width))
+    if tensors.new_key is not None:
+        new = _wide(tensors.new_key, width), _wide(tensors.new_value, width)
+        tensors = tensors._replace(new_key=new[0], new_value=new[1])
+    elif tensors.q_scale is not None and tensors.v_scale.dim() == 3 and not Dv:
+        ones = tensors.v_scale.new_ones(*tensors.v_scale.shape[:2], width)  # one for each channel
+        tensors = tensors._replace(v_scale=ones)
     return _wide(q, width), _wide(k, width), _wide(v, width), tensors
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from fa_ops.call.call import (
     APPEND,
     CACHED,
     DENSE,
+    OPERANDS_OF,
     PACKED,
     PAGED,
     QUANTIZED,
@@ -34,11 +34,21 @@ from fa_ops.call.call import (
     Plan,
     Run,
     Saved,
-    Tensors,
     append_then_attend,
 )
-from fa_ops.call.options import NO_TENSORS, TOKEN_SCALES, bounded, rows_are_aligned, scales_of
-from fa_ops.plans import dispatch, outputs
+from fa_ops.call.options import (
+    NO_OPERAND_SET,
+    NO_OPERANDS,
+    TOKEN_SCALES,
+    Operands,
+    OperandSet,
+    bounded,
+    operand_set,
+    rows_are_aligned,
+    scales_of,
+)
+from fa_ops.plans import dispatch, outputs, recognition
+from fa_ops.plans.recognition import LastCall
 from fa_ops.tracing import is_capturing
 
 # Reports page numbers and lengths out of range on the GPU too, at the price of a synchronisation.
@@ -50,36 +60,21 @@ _LIMIT = 1024
 class Prepared:
     """The prepared plan of all calls of one geometry."""
 
-    def __init__(self, run: Run, call: Call, scalars: tuple) -> None:
+    def __init__(self, run: Run, call: Call, scalars: tuple, operands: OperandSet) -> None:
         self.run = run
         self.call = call  # without tensors
         self.scalars = scalars  # as `key_of` was given them
-        self.latest: Latest | None = None  # by which calls that repeat are recognised
-        self.last_backward: Repeatable | None = None  # of a forward pass
-
-
-class Latest(NamedTuple):
-    """The last call with its options."""
-
-    found: tuple  # how it is run: an `ops.eager.Found`
-    matches: Callable[..., bool]  # of tensors: whether they differ from its own in addresses alone
-
-
-class Repeatable(NamedTuple):
-    """The last backward pass, and a test whether other tensors differ in addresses alone."""
-
-    matches: Callable[..., bool]  # of tensors: whether they are like those of this one
-    settings: tuple
-    run: Run
+        self.operands = operands  # that the calls have
+        self.last_call: LastCall | None = None  # by which calls that repeat are recognised
+        self.last_backward: LastCall | None = None  # of a forward pass
 
 
 _prepared: dict[tuple, Prepared] = {}
-latest_calls: dict[tuple, Latest] = {}  # by options
 _plans: dict[tuple, Plan] = {}
 
 
 def key_of(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, scalars: tuple
+    kind: str, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, scalars: tuple
 ) -> tuple | None:
     """The geometry of a call; None where an argument is no tensor or has no strides.
 
@@ -100,9 +95,10 @@ def key_of(
             key += (k.data_ptr() == v.data_ptr(),)
         if dtype is torch.float32:
             key += (torch.backends.cuda.matmul.fp32_precision,)
-        if tensors is not NO_TENSORS:
+        if tensors is not NO_OPERANDS:
+            given = OPERANDS_OF[kind].select(tensors)
             key += tuple(
-                [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+                [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in given]
             )
         return key
     except (AttributeError, RuntimeError):
@@ -126,24 +122,20 @@ def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
     """
     if key is None:
         check(call)
-    family = _family_of(key, call)
+    family, operands = _family_of(key, call), call.tensors
     plan = _plans.get(family)
     if plan is None:
         check(call)
         check_values = _check_of_values(call)
         if check_values is not None and not is_capturing(call.query.device):
-            check_values(call.query, call.key, call.value, call.tensors)
-    step = _normalising_step(call.tensors)
+            check_values(call.query, call.key, call.value, operands)
+    step = _normalising_step(operands)
     normal = _normalised(call, step)
     if plan is None:
         plan = _keep(_plans, family, plan_for(normal))
     run = _with_steps_before(plan.prepare(normal), call, step)
-    return _keep(_prepared, key, Prepared(run, call.without_tensors(), scalars))
-
-
-def keep_latest(options: tuple, latest: Latest) -> None:
-    """Note the last call with these options."""
-    _keep(latest_calls, options, latest)
+    given = NO_OPERAND_SET if operands is NO_OPERANDS else operand_set(operands)
+    return _keep(_prepared, key, Prepared(run, call.without_tensors(), scalars, given))
 
 
 def _keep(known: dict, key: tuple, value):
@@ -156,7 +148,7 @@ def _keep(known: dict, key: tuple, value):
 def forget() -> None:
     """Drop all plans."""
     _prepared.clear()
-    latest_calls.clear()
+    recognition.last_calls.clear()
     _plans.clear()
 
 
@@ -183,20 +175,8 @@ def with_backend(call: Call) -> Call:
     return call._replace(spec=call.spec._replace(backend=backend)) if backend else call
 
 
-def settings(dtype: torch.dtype, mask_grad: bool) -> tuple:
-    """What a backward pass depends on besides its tensors and the options of its forward pass."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    backend = backend_option.chosen() if backend_option.open_blocks() else backend_option.default
-    return backend, deterministic, precision_of(dtype), mask_grad
-
-
-def precision_of(dtype: torch.dtype) -> str | None:
-    """The precision of products of float32; None for other dtypes."""
-    return torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
-
-
 def prepared_backward(
-    call: Call, scalars: tuple, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, saved: Saved
+    call: Call, scalars: tuple, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, saved: Saved
 ) -> Prepared:
     """Find or make what runs the backward pass of a call.
 
@@ -296,7 +276,7 @@ def _family_of(key: tuple, call: Call) -> tuple:
 
 def _with_tensor(key: tuple, call: Call, name: str, described: tuple) -> tuple:
     """A key of `key_of` with another description of an optional tensor."""
-    names = type(call.tensors)._fields
+    names = OPERANDS_OF[call.kind].names
     at = len(key) - len(names) + names.index(name)
     return *key[:at], described, *key[at + 1 :]
 
@@ -340,7 +320,7 @@ def normalised(call: Call) -> Call:
     return _normalised(call, _normalising_step(call.tensors))
 
 
-def _normalised(call: Call, step: Callable[[Tensors], Tensors] | None) -> Call:
+def _normalised(call: Call, step: Callable[[Operands], Operands] | None) -> Call:
     if step is not None:
         call = call.with_tensors(step(call.tensors))
     spec = call.spec
@@ -351,15 +331,15 @@ def _normalised(call: Call, step: Callable[[Tensors], Tensors] | None) -> Call:
     return outputs.with_features(call) if outputs.needs_features(call) else call
 
 
-def _normalising_step(tensors: Tensors) -> Callable[[Tensors], Tensors] | None:
+def _normalising_step(tensors: Operands) -> Callable[[Operands], Operands] | None:
     """A function that normalises the optional tensors of a call; None if nothing needs it."""
-    if tensors is NO_TENSORS:
+    if tensors is NO_OPERANDS:
         return None
     steps = {}
     for name, t in zip(tensors._fields, tensors):
         if t is None or name == "attn_mask":
             continue
-        if name not in ("key", "value"):
+        if name not in ("new_key", "new_value"):
             if not t.is_contiguous():
                 steps[name] = Tensor.contiguous
         elif 0 in t.shape[:3]:  # a head dimension of 0 is padded
@@ -373,7 +353,7 @@ def _absent(t: Tensor) -> None:
     """In place of new keys and values without tokens."""
 
 
-def _with_steps_before(run: Run, call: Call, step: Callable[[Tensors], Tensors] | None) -> Run:
+def _with_steps_before(run: Run, call: Call, step: Callable[[Operands], Operands] | None) -> Run:
     """`run` preceded by the steps that every call of this geometry needs."""
     if outputs.needs_features(call):
         run = outputs.adding_features(run, call)
@@ -398,7 +378,7 @@ def _check_of_values(call: Call) -> Callable[..., None] | None:
     return None
 
 
-def _after(step: Callable[[Tensors], Tensors], run: Run, call: Call) -> Run:
+def _after(step: Callable[[Operands], Operands], run: Run, call: Call) -> Run:
     """`run` with its optional tensors changed by `step`."""
     if call.saved is not None:
         return lambda *tensors: run(*tensors[:-1], step(tensors[-1]))

@@ -7,7 +7,7 @@ import torch
 
 import fa_ops
 from fa_ops.call import cache_memory
-from fa_ops.call.call import CacheTensors
+from fa_ops.call.options import Operands
 from fa_ops.plans import planning
 
 B, Hkv, S, D, Sn = 2, 2, 12, 16, 2
@@ -149,12 +149,12 @@ def test_repeated_calls_over_caches_that_lie_apart_compare_addresses_alone(monke
     caches = wide[..., :D], wide[..., D:]
     run = cache_memory.checking(lambda *args: args, *caches)
     for _ in range(3):
-        assert run(None, *caches, CacheTensors(LENS), False) == (
-            None, *caches, CacheTensors(LENS), False
+        assert run(None, *caches, Operands(kv_lens=LENS), False) == (
+            None, *caches, Operands(kv_lens=LENS), False
         )  # fmt: skip
     assert len(compared) == 1
     own = memory(False, D), memory(False, D)
-    cache_memory.checking(lambda *args: None, *own)(None, *own, CacheTensors(LENS))
+    cache_memory.checking(lambda *args: None, *own)(None, *own, Operands(kv_lens=LENS))
     assert len(compared) == 1
 
 
@@ -167,7 +167,9 @@ def test_repeated_calls_whose_values_are_in_keys_compare_addresses_alone(monkeyp
     run = cache_memory.checking(lambda *args: None, k, k[..., :8])
 
     def repeat(value, k_scale, v_scale):
-        tensors = CacheTensors(LENS, key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+        tensors = Operands(
+            kv_lens=LENS, new_key=key, new_value=value, k_scale=k_scale, v_scale=v_scale
+        )
         run(None, k, k[..., :8], tensors)
 
     for _ in range(3):

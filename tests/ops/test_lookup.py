@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.call.call import CACHED, DENSE, CacheTensors
-from fa_ops.call.options import NO_TENSORS
+from fa_ops.call.call import CACHED, DENSE
+from fa_ops.call.options import NO_OPERANDS, Operands, operand_set
 from fa_ops.ops import eager, library
 from fa_ops.ops.library import Route
-from fa_ops.plans import planning
+from fa_ops.plans import planning, recognition
 
 SCALARS = (False, 0.0, None, -1, -1, 0.0, False, None)
 
@@ -22,31 +22,31 @@ def rand(*shape, **options):
 
 Q, K, V = rand(2, 2, 5, 8), rand(2, 2, 7, 8), rand(2, 2, 7, 8)
 LENS = torch.tensor([3, 7], dtype=torch.int32)
-SOME = NO_TENSORS._replace(kv_lens=LENS)
+SOME = NO_OPERANDS._replace(kv_lens=LENS)
 HALVES = [x.bfloat16() for x in (Q, K, V)]
 # Calls of one kind that are not alike: query, key, value, optional tensors, scalars.
 CALLS = {
-    "plain": (Q, K, V, NO_TENSORS, SCALARS),
-    "other length": (Q, K[:, :, :6], V[:, :, :6], NO_TENSORS, SCALARS),
-    "other strides": (Q, K.transpose(1, 2).contiguous().transpose(1, 2), V, NO_TENSORS, SCALARS),
-    "other dtype": (*HALVES, NO_TENSORS, SCALARS),
-    "needs gradients": (Q.clone().requires_grad_(), K, V, NO_TENSORS, SCALARS),
-    "parameters": (torch.nn.Parameter(Q), K, V, NO_TENSORS, SCALARS),
-    "a tensor twice": (Q, K, K, NO_TENSORS, SCALARS),
-    "values in keys": (Q, K, K[..., :4], NO_TENSORS, SCALARS),
-    "narrow values": (Q, K, K.clone()[..., :4], NO_TENSORS, SCALARS),
-    "values in keys, bfloat16": (*HALVES[:2], HALVES[1][..., :4], NO_TENSORS, SCALARS),
-    "narrow values, bfloat16": (*HALVES[:2], HALVES[2][..., :4], NO_TENSORS, SCALARS),
-    "no strides": (Q, K.to_sparse(), V, NO_TENSORS, SCALARS),
-    "negated": (Q, K, torch.complex(V, V).conj().imag, NO_TENSORS, SCALARS),
+    "plain": (Q, K, V, NO_OPERANDS, SCALARS),
+    "other length": (Q, K[:, :, :6], V[:, :, :6], NO_OPERANDS, SCALARS),
+    "other strides": (Q, K.transpose(1, 2).contiguous().transpose(1, 2), V, NO_OPERANDS, SCALARS),
+    "other dtype": (*HALVES, NO_OPERANDS, SCALARS),
+    "needs gradients": (Q.clone().requires_grad_(), K, V, NO_OPERANDS, SCALARS),
+    "parameters": (torch.nn.Parameter(Q), K, V, NO_OPERANDS, SCALARS),
+    "a tensor twice": (Q, K, K, NO_OPERANDS, SCALARS),
+    "values in keys": (Q, K, K[..., :4], NO_OPERANDS, SCALARS),
+    "narrow values": (Q, K, K.clone()[..., :4], NO_OPERANDS, SCALARS),
+    "values in keys, bfloat16": (*HALVES[:2], HALVES[1][..., :4], NO_OPERANDS, SCALARS),
+    "narrow values, bfloat16": (*HALVES[:2], HALVES[2][..., :4], NO_OPERANDS, SCALARS),
+    "no strides": (Q, K.to_sparse(), V, NO_OPERANDS, SCALARS),
+    "negated": (Q, K, torch.complex(V, V).conj().imag, NO_OPERANDS, SCALARS),
     "lengths": (Q, K, V, SOME, SCALARS),
-    "sinks": (Q, K, V, NO_TENSORS._replace(sinks=rand(2)), SCALARS),
+    "sinks": (Q, K, V, NO_OPERANDS._replace(sinks=rand(2)), SCALARS),
     "lengths and sinks": (Q, K, V, SOME._replace(sinks=rand(2)), SCALARS),
-    "causal": (Q, K, V, NO_TENSORS, (True, *SCALARS[1:])),
-    "1 for a bool": (Q, K, V, NO_TENSORS, (1, *SCALARS[1:])),
-    "an option of another type": (Q, K, V, NO_TENSORS, (False, 0, *SCALARS[2:])),
-    "an option that has no hash": (Q, K, V, NO_TENSORS, ([], *SCALARS[1:])),
-    "no tensor": (Q, None, V, NO_TENSORS, SCALARS),
+    "causal": (Q, K, V, NO_OPERANDS, (True, *SCALARS[1:])),
+    "1 for a bool": (Q, K, V, NO_OPERANDS, (1, *SCALARS[1:])),
+    "an option of another type": (Q, K, V, NO_OPERANDS, (False, 0, *SCALARS[2:])),
+    "an option that has no hash": (Q, K, V, NO_OPERANDS, ([], *SCALARS[1:])),
+    "no tensor": (Q, None, V, NO_OPERANDS, SCALARS),
 }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def kept(monkeypatch):
     def prepared(key):
         if key is None or any(type(x) is list for x in key[14]):
             return None
-        return plans.setdefault(key, planning.Prepared(None, None, ()))
+        return plans.setdefault(key, planning.Prepared(None, None, (), operand_set(NO_OPERANDS)))
 
     monkeypatch.setattr(planning, "prepared", prepared)
     return plans
@@ -66,7 +66,7 @@ def kept(monkeypatch):
 
 def fresh(*call, kind=DENSE, has_gradient=True):
     """What is found without any earlier call."""
-    planning.latest_calls.clear()
+    recognition.last_calls.clear()
     return eager.find(kind, *call, has_gradient)
 
 
@@ -74,7 +74,7 @@ def fresh(*call, kind=DENSE, has_gradient=True):
 def test_calls_that_are_not_alike_are_told_apart(first):
     for second in CALLS:
         expected = fresh(*CALLS[second])
-        planning.latest_calls.clear()
+        recognition.last_calls.clear()
         for name in (first, first, second, second, first, second):
             found = eager.find(DENSE, *CALLS[name], True)
             if name == second:
@@ -108,7 +108,7 @@ def test_settings_tell_calls_apart(monkeypatch):
 
 
 def test_calls_without_gradients_have_no_plan_that_records():
-    found = eager.find(CACHED, *CALLS["needs gradients"][:3], CacheTensors(LENS), SCALARS)
+    found = eager.find(CACHED, *CALLS["needs gradients"][:3], Operands(kv_lens=LENS), SCALARS)
     assert found == (Route.RECORD, None, None)
 
 
@@ -125,7 +125,7 @@ def test_repeated_calls_describe_no_geometry(monkeypatch, names):
     for call in calls * 2:
         again = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad)
                  for t in call[3]]  # fmt: skip
-        tensors = call[3] if call[3] is NO_TENSORS else type(call[3])(*again)
+        tensors = call[3] if call[3] is NO_OPERANDS else type(call[3])(*again)
         assert eager.find(DENSE, *call[:3], tensors, call[4], True).plan is not None
 
 
@@ -137,8 +137,10 @@ def test_tensors_of_another_type_are_recognised_after_two_calls(monkeypatch):
 
 
 def test_alternating_geometries_are_compared_with_tests_that_exist(monkeypatch):
-    made, like = [], library.like
-    monkeypatch.setattr(library, "like", lambda *tensors: made.append(tensors) or like(*tensors))
+    made, like = [], recognition.like_call
+    monkeypatch.setattr(
+        recognition, "like_call", lambda *tensors: made.append(tensors) or like(*tensors)
+    )
     names = itertools.islice(itertools.cycle(("plain", "other length")), 10)
     for name in names:
         eager.find(DENSE, *CALLS[name], True)
@@ -147,7 +149,7 @@ def test_alternating_geometries_are_compared_with_tests_that_exist(monkeypatch):
 
 def test_a_test_of_tensors_given_several_times():
     x, y, z = rand(3), rand(3), rand(4)
-    matches = library.like(x, y, x, None, x)
+    matches = recognition.like(x, y, x, None, x)
     assert matches(x, y, x, None, x) and matches(y, x, y, None, x)
     for others in ((z, y, x, None, x), (x, y, z, None, x), (x, y, x, None, z), (x, y, x, x, x),
                    (x, y, x, None, None)):  # fmt: skip

@@ -8,8 +8,7 @@ import torch
 import fa_ops
 from fa_ops.backends import cpu
 from fa_ops.call.call import Plan
-from fa_ops.ops import library
-from fa_ops.plans import planning
+from fa_ops.plans import planning, recognition
 from tests.ops.test_recording import (
     INTS,
     OPTIONS,
@@ -135,7 +134,7 @@ def test_tensors_whose_memory_was_exchanged_are_refused(strict):
 
 
 def test_torch_without_its_guards(monkeypatch, sought):
-    monkeypatch.setattr(library, "TensorGuards", None)
+    monkeypatch.setattr(recognition, "TensorGuards", None)
     for count in (1, 2, 3):
         assert_same(fa_ops.attention, qkv(), {})
         assert len(sought) == 2 * count

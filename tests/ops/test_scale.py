@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.plans import planning
+from fa_ops.plans import planning, recognition
 from tests.call.test_python_types import cache, dense, packed, pages
 
 E4M3 = torch.float8_e4m3fn
@@ -48,7 +48,7 @@ def test_its_value_is_read(name, is_warm):
     with torch.no_grad():
         assert torch.equal(function(**given, scale=parameter), wanted[1])
     assert torch.equal(function(**given, scale=torch.tensor(2)), wanted[1])
-    held = [key for key in (*planning._prepared, *planning.latest_calls) if holds_tensor(key)]
+    held = [key for key in (*planning._prepared, *recognition.last_calls) if holds_tensor(key)]
     assert held == []
 
 

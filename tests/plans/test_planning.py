@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
 from fa_ops.backends import cpu
-from fa_ops.call.call import CacheTensors, Plan
+from fa_ops.call.call import Plan
+from fa_ops.call.options import NO_OPERANDS, Operands, operand_set
 from fa_ops.ops import kv_cache, library
 from fa_ops.plans import planning
 
@@ -314,10 +315,15 @@ def cached_calls(monkeypatch):
 
     def prepared(key):
         keys.append(key)
-        return planning.Prepared(lambda *args: calls.append(args) or ("out", "lse"), None, ())
+        return planning.Prepared(
+            lambda *args: calls.append(args) or ("out", "lse"), None, (), operand_set(NO_OPERANDS)
+        )
 
     monkeypatch.setattr(planning, "prepared", prepared)
     return calls, keys
+
+
+OF_OPERANDS = {"key": "new_key", "value": "new_value"}
 
 
 def test_a_cached_call_hands_its_tensors_over(cached_calls):
@@ -328,13 +334,21 @@ def test_a_cached_call_hands_its_tensors_over(cached_calls):
     table = torch.zeros(1, 4, dtype=torch.int32)
     assert call(q, k, v, LENS, table, return_lse=True) == ("out", "lse")
     assert calls == [
-        (q, k, v, CacheTensors(LENS), False), (q, k, v, CacheTensors(LENS, table), True)
-    ]  # fmt: skip
-    for name in CacheTensors._fields[2:]:
+        (q, k, v, Operands(kv_lens=LENS), False),
+        (q, k, v, Operands(kv_lens=LENS, page_table=table), True),
+    ]
+    others = "key_ranges", "alibi_slopes", "sinks", "k_scale", "v_scale", "rotary_cos", "rotary_sin"
+    for name in (*others, "unified_max", "key", "value"):
         given = torch.ones(1)
         before = k._version
         call(q, k, v, LENS, **{name: given})
-        assert calls[-1] == (q, k, v, CacheTensors(LENS, **{name: given}), False)
+        assert calls[-1] == (
+            q,
+            k,
+            v,
+            Operands(kv_lens=LENS, **{OF_OPERANDS.get(name, name): given}),
+            False,
+        )
         assert k._version == v._version == before + (name == "key")
 
 
@@ -399,7 +413,7 @@ def test_functions_and_operators_over_caches_share_plans(log):
     assert k._version == v._version == before + 2
     assert len(log.planned) == 2 and len(log.ran) == 4
     tensors = log.ran[-1][3]
-    assert torch.equal(tensors.kv_lens, LENS + 1) and tensors.key is new
+    assert torch.equal(tensors.kv_lens, LENS + 1) and tensors.new_key is new
     assert torch.equal(k[:, :, 4:5], new) and torch.equal(v[:, :, 4:5], new + 1)
 
 
@@ -410,7 +424,7 @@ def test_new_keys_without_tokens_are_none_to_a_backend(log):
     for _ in range(2):
         found = fa_ops.attention_with_kv_cache(q, k, v, LENS, key=empty, value=empty)
         torch.testing.assert_close(found, expected)
-        assert log.ran[-1][3].key is None
+        assert log.ran[-1][3].new_key is None
 
 
 def test_operator_calls_that_differ_are_not_taken_for_each_other(log):

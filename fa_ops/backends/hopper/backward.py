@@ -56,7 +56,7 @@ from fa_ops.backends.hopper.runtime.launch import (
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
 from fa_ops.call.call import Call, Run, general
-from fa_ops.call.options import NO_TENSORS, DenseTensors, Gradients, Spec, rows_are_aligned
+from fa_ops.call.options import NO_OPERANDS, Gradients, Operands, Spec, rows_are_aligned
 
 # maps and addresses; scalars and strides; a mask's bits, dropout, a bias
 _PARAMS = struct_layout("backward_tiles.cuh", "BackwardParams")
@@ -104,7 +104,7 @@ def backward(
         None if t is None else t.contiguous() for t in (spec.kv_lens, spec.alibi_slopes)
     )
     seed, blocks = spec.dropout_seed, spec.mask_blocks
-    tensors = DenseTensors(mask, slopes, spec.sinks, lens, ranges, seed, blocks)
+    tensors = Operands(mask, slopes, spec.sinks, lens, ranges, seed, blocks)
     *grads, dmask, workspace = plan.run(
         grad_out, q, k, v, out, lse, grad_lse, tensors, held, mask_grad
     )
@@ -119,14 +119,14 @@ def prepare(call: Call) -> Run:
         return general("backward", backward).prepare(call)
     strides = q.stride(), k.stride(), v.stride()
     plan = plan_of((q, k, v, saved.grad_out, saved.out), strides, spec, spec.key_ranges)
-    options = spec.with_tensors(NO_TENSORS)
+    options = spec.with_tensors(NO_OPERANDS)
 
-    def run(grad_out, grad_lse, q, k, v, out, lse, tensors: DenseTensors) -> Gradients | tuple:
+    def run(grad_out, grad_lse, q, k, v, out, lse, tensors: Operands) -> Gradients | tuple:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
         if (addresses | out.data_ptr()) & MISALIGNED:
             return backward(grad_out, grad_lse, q, k, v, out, lse, options.with_tensors(tensors))
         results = plan.run(grad_out, q, k, v, out, lse, grad_lse, tensors)
-        if tensors is NO_TENSORS:
+        if tensors is NO_OPERANDS:
             return results[:3]
         *grads, dmask, workspace = results
         return Gradients(*grads, dmask, sink_gradient(tensors.sinks, lse, plan, workspace))
@@ -307,7 +307,7 @@ class BackwardPlan:
         out: Tensor,
         lse: Tensor,
         grad_lse: Tensor | None = None,
-        tensors: DenseTensors = NO_TENSORS,
+        tensors: Operands = NO_OPERANDS,
         bias: Tensor | None = None,
         mask_grad: bool = False,
         cu_seqlens: tuple[int, int] = (0, 0),
@@ -379,12 +379,12 @@ class BackwardPlan:
         return clipped, at
 
     def _write_features(
-        self, params: ctypes.Array, tensors: DenseTensors, bias: Tensor | None,
+        self, params: ctypes.Array, tensors: Operands, bias: Tensor | None,
         cu_seqlens: tuple[int, int], stream: int,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Write the parameters of masks, dropout and packed sequences with ALiBi; returns the
         tensors that they point to."""
-        mask, _, _, _, ranges, seed, blocks = tensors
+        mask, _, _, _, ranges, seed, blocks, *_ = tensors
         by_key = by_query = row_seeds = None
         if self.by_key is not None:
             by_key, key_bits = _packed(self.by_key, mask, stream)

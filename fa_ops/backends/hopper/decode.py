@@ -43,11 +43,12 @@ from fa_ops.backends.hopper.runtime.launch import (
     processors,
 )
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import CACHED, CacheTensors, Call, Run
+from fa_ops.call.call import CACHED, Call, Run
 from fa_ops.call.options import (
     ALIGNMENT,
     MAX_DECODING_QUERIES,
     Cache,
+    Operands,
     Spec,
     default_scale,
     dtype_name,
@@ -146,7 +147,7 @@ class SplitKvPlan:
 
     def take_params(
         self, inputs: tuple[int, int, int], kv_lens: int, outputs: tuple[int, ...],
-        tensors: CacheTensors,
+        tensors: Operands,
     ) -> tuple[tuple, object]:  # fmt: skip
         """The filled in parameters of a call, and what must live until the launch.
 
@@ -160,7 +161,7 @@ class SplitKvPlan:
         raise NotImplementedError
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, with_lse: bool = True,
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True,
         appender: Appender | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """out and lse, which is None unless asked for.
@@ -389,10 +390,11 @@ class DecodePlan(SplitKvPlan):
 
     def take_params(
         self, inputs: tuple[int, int, int], kv_lens: int, outputs: tuple[int, ...],
-        tensors: CacheTensors,
+        tensors: Operands,
     ) -> tuple[tuple, object]:  # fmt: skip
         """The filled in parameters of a call, and what must live until the launch."""
-        _, table, ranges, slopes, sinks, _, _, k_scale, v_scale, *_ = tensors
+        t, k_scale, v_scale = tensors, tensors.k_scale, tensors.v_scale
+        table, ranges, slopes, sinks = t.page_table, t.key_ranges, t.alibi_slopes, t.sinks
         if ranges is not None:
             ranges = ranges.contiguous()
         if sinks is not None:
@@ -537,7 +539,7 @@ class Appender:
         )  # fmt: skip
         given = [name for name in _OPTIONAL if getattr(call.tensors, _OPTIONAL[name]) is not None]
         self._params = Params(_addresses(new > 0, given), sizes)
-        self._given = [CacheTensors._fields.index(_OPTIONAL[name]) for name in given]
+        self._given = [Operands._fields.index(_OPTIONAL[name]) for name in given]
         self._device = q.device.index
         self._grid = -(-(2 * new + queries) // (_THREADS >> lanes_log2)), 1
         self.rotates = queries > 0
@@ -555,7 +557,7 @@ class Appender:
         self._ends_at = self._rotated_at + -(-rotated // _ALIGNMENT) * _ALIGNMENT
         self.workspace = (self._ends_at + 4 * B,), *layout
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, t: CacheTensors) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, t: Operands) -> tuple[Tensor, Tensor]:
         """Launch; returns queries and lengths, in memory of their own where they are not given."""
         if current_device() != self._device:
             with torch.cuda.device(self._device):
@@ -569,7 +571,7 @@ class Appender:
         return queries, ends
 
     def launch(
-        self, q: int, k: int, v: int, kv_lens: int, workspace: int, t: CacheTensors, stream: int
+        self, q: int, k: int, v: int, kv_lens: int, workspace: int, t: Operands, stream: int
     ) -> tuple[int, int]:
         """Launch on the current device; takes addresses, returns those of queries and lengths."""
         queries = workspace + self._rotated_at if self.rotates else q
@@ -578,7 +580,7 @@ class Appender:
         return queries, ends
 
     def _launch(
-        self, q: int, k: int, v: int, kv_lens: int, queries: int, ends: int, t: CacheTensors,
+        self, q: int, k: int, v: int, kv_lens: int, queries: int, ends: int, t: Operands,
         stream: int,
     ) -> None:  # fmt: skip
         rest = [t[i].data_ptr() for i in self._given]
@@ -586,7 +588,7 @@ class Appender:
             params = self._params.take(q, queries, k, v, kv_lens, *rest)
         else:
             params = self._params.take(
-                q, queries, t.key.data_ptr(), t.value.data_ptr(), k, v, kv_lens, ends, *rest
+                q, queries, t.new_key.data_ptr(), t.new_value.data_ptr(), k, v, kv_lens, ends, *rest
             )
         self._kernel.launch(self._grid, stream, params[1], dependent=True)
         self._params.give_back(params)

@@ -38,9 +38,10 @@ from fa_ops.backends.hopper.runtime.launch import (
     processors,
 )
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import Call, PackedQuantizedTensors, QuantizedTensors, Run, general
+from fa_ops.call.call import Call, Run, general
 from fa_ops.call.options import (
     MAX_QUANTIZED_HEAD_DIM,
+    Operands,
     Quantization,
     Spec,
     default_scale,
@@ -93,7 +94,9 @@ def quantized_forward(
     if ranges is not None and ranges.stride(3) != 1:
         ranges = ranges.contiguous()
     scales = (t if t is None else t.contiguous() for t in how[:3])
-    tensors = QuantizedTensors(spec.sinks, lens, ranges, *scales)
+    tensors = Operands(
+        sinks=spec.sinks, kv_lens=lens, key_ranges=ranges, **dict(zip(how._fields, scales))
+    )
     return plan_of(q, k, v, how, spec, tensors).run(q, k, v, tensors)
 
 
@@ -106,7 +109,7 @@ def prepare(call: Call) -> Run:
     plan = plan_of(q, k, v, call.quantization, call.spec, call.tensors)
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, with_lse: bool = True
+        q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
             return quantized_forward(q, k, v, *options.arguments_with(tensors))
@@ -116,16 +119,17 @@ def prepare(call: Call) -> Run:
 
 
 def plan_of(
-    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec, tensors: QuantizedTensors
+    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec, tensors: Operands
 ) -> QuantizedPlan:
     """The plan of a call whose lengths and ranges are contiguous."""
+    scales = tensors.q_scale, tensors.k_scale, tensors.v_scale
     return _plan(
         q.dtype,
         q.device.index,
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride()),
         how[3:],
-        tuple(t if t is None else t.shape for t in tensors[3:]),
+        tuple(t if t is None else t.shape for t in scales),
         (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
         tensors.kv_lens is not None,
         None if tensors.key_ranges is None else shared_strides(tensors.key_ranges),
@@ -202,10 +206,10 @@ class QuantizedPlan:
         )
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, with_lse: bool = True
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse, which is None unless asked for."""
-        sinks, kv_lens, key_ranges, *_ = tensors
+        sinks, kv_lens, key_ranges = tensors.sinks, tensors.kv_lens, tensors.key_ranges
         if sinks is not None:
             sinks = sinks.float().contiguous()
         with on_device(self.device):
@@ -309,7 +313,7 @@ def prepare_packed(call: Call) -> Run:
     options = call.without_tensors()
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, tensors: PackedQuantizedTensors, with_lse: bool = True
+        q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         used, addresses = plan, q.data_ptr() | k.data_ptr() | v.data_ptr()
         if used is None or addresses & MISALIGNED:
@@ -383,7 +387,7 @@ class PackedPlan:
         )
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: PackedQuantizedTensors,
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Operands,
         with_lse: bool = True,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """out (Tq, Hq, Dv) and lse (Hq, Tq), which is None unless asked for."""

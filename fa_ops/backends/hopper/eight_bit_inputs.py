@@ -27,8 +27,7 @@ from fa_ops.backends.hopper.runtime.launch import (
     set_zero,
 )
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import CacheTensors, PackedQuantizedTensors, QuantizedTensors
-from fa_ops.call.options import SCALE_BLOCK, Cache, Quantization, scales_of
+from fa_ops.call.options import SCALE_BLOCK, Cache, Operands, Quantization, scales_of
 
 VALUE_BLOCK = 128  # keys whose values are transposed together
 THREADS = 256
@@ -94,7 +93,7 @@ class Quantizer:
         self._kernel = kernel("quantize", "quantize", device, THREADS, 0, tuple(defines.items()))
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, stream: int,
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, stream: int,
         with_offset: bool,
     ) -> tuple[Addresses, Tensor]:  # fmt: skip
         """The addresses of the results, and the memory that holds them.
@@ -209,17 +208,17 @@ class Scaled:
         self._grid = B * Hkv * self.blocks + repeating, 1
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, stream: int,
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, stream: int,
         with_offset: bool,
     ) -> tuple[Addresses, Tensor]:  # fmt: skip
         """Launch the kernel; returns its addresses and the memory that it writes."""
-        memory = empty(*self._memory)
+        t, memory = tensors, empty(*self._memory)
         begin = memory.data_ptr()
         v8, counter, q_scale, k_scale, v_scale = [begin + x for x in self._offsets]
         set_zero(counter, 1, stream)
         params = _E4M3_ADDRESSES.pack(
-            v.data_ptr(), *map(address, tensors[3:]), v8, q_scale, k_scale, v_scale,
-            address(tensors.kv_lens),
+            v.data_ptr(), *map(address, (t.q_scale, t.k_scale, t.v_scale)),
+            v8, q_scale, k_scale, v_scale, address(t.kv_lens),
         ) + self._scalars  # fmt: skip
         self._kernel.launch(self._grid, stream, one_parameter(params))
         found = Addresses(q.data_ptr(), k.data_ptr(), v8, q_scale, k_scale, v_scale, 0, 0, counter)
@@ -262,7 +261,7 @@ class Sequences(NamedTuple):
             return self.count * -(-self.keys // VALUE_BLOCK)
         return self.keys // VALUE_BLOCK + self.count
 
-    def table(self, tensors: PackedQuantizedTensors) -> bytes:
+    def table(self, tensors: Operands) -> bytes:
         """The page table, without pages only the borders of the queries, as kernels have them."""
         borders = tensors.cu_seqlens_q.data_ptr()
         return _PAGES.pack(address(tensors.page_table), *(self.pages or (0, 0, 0)), 0, 0, borders)
@@ -302,7 +301,7 @@ class ScaledPacked:
         self._grid = Hkv * blocks + -(-(queries + keys + channels + B) // THREADS), 1
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: PackedQuantizedTensors, stream: int,
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, stream: int,
         with_offset: bool,
     ) -> tuple[PackedAddresses, Tensor]:  # fmt: skip
         """Launch the kernel; returns its addresses and the memory that it writes."""
@@ -311,8 +310,9 @@ class ScaledPacked:
         counter, v8, q_scale, k_scale, v_scale, lens, starts = [begin + x for x in self._offsets]
         set_zero(counter, 1, stream)
         params = _PACKED_PARAMS.pack(
-            v.data_ptr(), *map(address, t[-3:]), address(t.cu_seqlens_k), address(t.kv_lens),
-            v8, q_scale, k_scale, v_scale, lens, starts, self._sequences.table(t), self._sizes,
+            v.data_ptr(), *map(address, (t.q_scale, t.k_scale, t.v_scale)),
+            address(t.cu_seqlens_k), address(t.kv_lens), v8, q_scale, k_scale, v_scale, lens,
+            starts, self._sequences.table(t), self._sizes,
         )  # fmt: skip
         self._kernel.launch(self._grid, stream, one_parameter(params))
         found = Addresses(q.data_ptr(), k.data_ptr(), v8, q_scale, k_scale, v_scale, 0, 0, counter)
@@ -382,9 +382,7 @@ class Converter:
             k, v = (empty(*layout, self._dtype) for layout in self._layouts)
             return k, v, None if self._table is None else empty(*self._table)
 
-    def run(
-        self, k: Tensor, v: Tensor, tensors: CacheTensors
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def run(self, k: Tensor, v: Tensor, tensors: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
         """16-bit keys and values, and their page table if there is one."""
         k_out, v_out, table = self.empty()
         scales = [s if s is None else s.contiguous() for s in (tensors.k_scale, tensors.v_scale)]

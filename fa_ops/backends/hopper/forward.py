@@ -55,15 +55,8 @@ from fa_ops.backends.hopper.runtime.launch import (
     set_zero,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
-from fa_ops.call.call import CACHED, CacheTensors, Call, PagedTensors, Run, general
-from fa_ops.call.options import (
-    NO_TENSORS,
-    Cache,
-    DenseTensors,
-    Spec,
-    heads_of_tile,
-    rows_are_aligned,
-)
+from fa_ops.call.call import CACHED, Call, Run, general
+from fa_ops.call.options import NO_OPERANDS, Cache, Operands, Spec, heads_of_tile, rows_are_aligned
 
 # Dense forward on sm_90a, following FlashAttention-3: one launch for each call.
 
@@ -116,19 +109,19 @@ def prepare_attention(
         if held.data_ptr() != mask.data_ptr():
             return None
     options, is_converted, tensors = spec, False, spec.tensors
-    if tensors is not NO_TENSORS:
+    if tensors is not NO_OPERANDS:
         inputs = as_kernel_inputs(tensors)
         is_converted = inputs is not tensors
-        spec, options = spec.with_tensors(inputs), spec.with_tensors(NO_TENSORS)
+        spec, options = spec.with_tensors(inputs), spec.with_tensors(NO_OPERANDS)
     plan = plan_of(q, k, v, spec, bias, table)
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, tensors: DenseTensors, with_lse: bool = True,
+        q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True,
         table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
             return forward(q, k, v, options.with_tensors(tensors), table=table)
-        if tensors is NO_TENSORS:
+        if tensors is NO_OPERANDS:
             return plan.run(q, k, v, with_lse, table=table)
         held = None if bias is None else tensors.attn_mask
         if held is not None and held.data_ptr() & MISALIGNED:
@@ -140,7 +133,7 @@ def prepare_attention(
     return run
 
 
-def as_kernel_inputs(tensors: DenseTensors) -> DenseTensors:
+def as_kernel_inputs(tensors: Operands) -> Operands:
     """The tensors as the kernel reads them, copied only if needed; `tensors` itself if none is."""
     _, slopes, sinks, lens, ranges, *_ = tensors
     changed = {}
@@ -270,7 +263,7 @@ class ForwardPlan:
         k: Tensor,
         v: Tensor,
         with_lse: bool = False,
-        tensors: DenseTensors = NO_TENSORS,
+        tensors: Operands = NO_OPERANDS,
         bias: Tensor | None = None,
         table: Tensor | None = None,
         cu_seqlens: tuple[int, int] = (0, 0),
@@ -292,7 +285,7 @@ class ForwardPlan:
         if self.combine is not None:
             written = self.combine.parts()
         rows, addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr()), _NO_ADDRESSES
-        if tensors is not NO_TENSORS:
+        if tensors is not NO_OPERANDS:
             _, slopes, sinks, lens, ranges, *_ = tensors
             addresses = (
                 0 if lens is None else lens.data_ptr(),
@@ -319,7 +312,7 @@ class ForwardPlan:
         return out, lse
 
     def _write_features(
-        self, params: ctypes.Array, tensors: DenseTensors, bias: Tensor | None,
+        self, params: ctypes.Array, tensors: Operands, bias: Tensor | None,
         table: Tensor | None, cu_seqlens: tuple[int, int], stream: int,
     ) -> Tensor | None:  # fmt: skip
         """Write the parameters of options that few calls have; returns what dropout's point to."""
@@ -619,14 +612,14 @@ def prepare_cached(call: Call) -> Run:
     options = call.without_tensors()
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, with_lse: bool = True
+        q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         t, table = tensors, tensors.page_table
         if converter is not None:
             if (k.data_ptr() | v.data_ptr()) & MISALIGNED:
                 return cached_forward(q, k, v, *options.arguments_with(tensors))
             k, v, table = converter.run(k, v, tensors)
-        small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens)
+        small = Operands(None, t.alibi_slopes, t.sinks, t.kv_lens)
         return attend(q, *_by_head(k, v, table), small, with_lse, table)
 
     return run
@@ -654,14 +647,14 @@ def prepare_paged(call: Call) -> Run:
     plan = _paged_plan(call, sequences)
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, tensors: PagedTensors, with_lse: bool = True
+        q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         used, t = plan, tensors
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
             q, k, v = map(tma_aligned, (q, k, v))
             again = options.with_tensors(t)._replace(query=q, key=k, value=v)
             used = _paged_plan(again, sequences)
-        small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens)
+        small = Operands(None, t.alibi_slopes, t.sinks, t.kv_lens)
         small = as_kernel_inputs(small)
         cu_seqlens = t.cu_seqlens_q.data_ptr(), 0
         return used.run(q, k, v, with_lse, small, None, t.page_table, cu_seqlens)

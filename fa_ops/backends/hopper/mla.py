@@ -25,8 +25,8 @@ from fa_ops.backends.hopper.decode import split_cache_error as split_kv_error
 from fa_ops.backends.hopper.problem import UNBOUNDED, ScoreUnits
 from fa_ops.backends.hopper.runtime.launch import TensorMap, address
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import CACHED, CacheTensors, Call, Run
-from fa_ops.call.options import Cache, Spec, values_in_keys
+from fa_ops.call.call import CACHED, Call, Run
+from fa_ops.call.options import Cache, Operands, Spec, values_in_keys
 
 HEAD_DIM, VALUE_DIM = MlaConfig.head_dim, MlaConfig.value_dim
 _LAYOUT = struct_layout("mla.cu", "MlaParams")
@@ -137,7 +137,7 @@ class MlaPlan(SplitKvPlan):
 
     def take_params(
         self, inputs: tuple[int, int, int], kv_lens: int, outputs: tuple[int, ...],
-        tensors: CacheTensors,
+        tensors: Operands,
     ) -> tuple[tuple, object]:  # fmt: skip
         """The filled in parameters of a call; nothing else must live until the launch."""
         family, (q, k, _) = self.family, inputs

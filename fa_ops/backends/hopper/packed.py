@@ -21,8 +21,8 @@ from fa_ops.backends.hopper.runtime.launch import (
     kernel,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout
-from fa_ops.call.call import PACKED, Call, PackedTensors, Run, Saved, general
-from fa_ops.call.options import DenseTensors, Gradients, Packing, Spec, rows_are_aligned
+from fa_ops.call.call import PACKED, Call, Run, Saved, general
+from fa_ops.call.options import Gradients, Operands, Packing, Spec, rows_are_aligned
 
 _THREADS = 256
 _PARAMS = kernel_layout("packed_ranges.cu", "packed_ranges")
@@ -51,7 +51,7 @@ def _prepare_forward(call: Call) -> Run:
     )
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, tensors: PackedTensors, with_lse: bool = True
+        q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
             return forward(q, k, v, *options.arguments_with(tensors))
@@ -95,12 +95,12 @@ class SequenceRanges(PreparedLaunch):
             key_ranges=torch.empty(1, 1, tokens, 2, dtype=torch.int32, device="meta"),
         )  # fmt: skip
 
-    def write(self, tensors: PackedTensors, stream: int) -> tuple[DenseTensors, tuple[int, int]]:
+    def write(self, tensors: Operands, stream: int) -> tuple[Operands, tuple[int, int]]:
         """Launch: the optional tensors of the dense call, and the addresses of both cu_seqlens."""
-        ends_q, ends_k, slopes, sinks, lens, seed = tensors
-        ends = ends_q.data_ptr(), ends_k.data_ptr()
+        t, lens = tensors, tensors.kv_lens
+        ends = t.cu_seqlens_q.data_ptr(), t.cu_seqlens_k.data_ptr()
         ranges = self.run(stream, *ends, 0 if lens is None else lens.data_ptr())
-        return DenseTensors(None, slopes, sinks, None, ranges, seed), ends
+        return Operands(None, t.alibi_slopes, t.sinks, None, ranges, t.dropout_seed), ends
 
 
 def outside_sequences(tokens: int, ends: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _prepare_aligned(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> R
         sequences=ranges.sequences,
     )
 
-    def run(grad_out, grad_lse, q, k, v, out, lse, tensors: PackedTensors) -> Gradients | tuple:
+    def run(grad_out, grad_lse, q, k, v, out, lse, tensors: Operands) -> Gradients | tuple:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
         if (addresses | out.data_ptr()) & MISALIGNED:
             return backward(grad_out, grad_lse, q, k, v, out, lse, *options.arguments_with(tensors))

@@ -64,8 +64,8 @@ def prepare_append(call: Call) -> Run:
     def run(q, k, v, tensors):
         t = tensors
         return write(
-            q, k, v, t.kv_lens, t.page_table, t.key, t.value, t.k_scale, t.v_scale, t.rotary_cos,
-            t.rotary_sin,
+            q, k, v, t.kv_lens, t.page_table, t.new_key, t.new_value, t.k_scale, t.v_scale,
+            t.rotary_cos, t.rotary_sin,
         )  # fmt: skip
 
     return run

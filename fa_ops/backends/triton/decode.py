@@ -151,7 +151,7 @@ def prepare_cached(call: Call) -> Run:
             _in_pairs("key_cache", k), _in_pairs("value_cache", v)
         if write is not None:
             q, _ = write(
-                q, k, v, t.kv_lens, t.page_table, t.key, t.value, t.k_scale, t.v_scale,
+                q, k, v, t.kv_lens, t.page_table, t.new_key, t.new_value, t.k_scale, t.v_scale,
                 t.rotary_cos, t.rotary_sin,
             )  # fmt: skip
         is_aligned = (q.data_ptr() | k_at | v_at) % ALIGNMENT == 0

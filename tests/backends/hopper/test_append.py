@@ -15,8 +15,8 @@ from fa_ops.backends import hopper, reference
 from fa_ops.backends.hopper import decode
 from fa_ops.backends.hopper.runtime import launch
 from fa_ops.backends.hopper.runtime.launch import Params
-from fa_ops.call.call import APPEND, CACHED, CacheTensors, Call
-from fa_ops.call.options import Cache, Spec
+from fa_ops.call.call import APPEND, CACHED, Call
+from fa_ops.call.options import Cache, Operands, Spec
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing.caches import CacheCase, random_cache_case
 from tests.backends.hopper.cuda_as_cpp import SOURCES, WARP, needs_compiler
@@ -217,12 +217,12 @@ def assert_written(driver, programs, file, q, k, v, cache, spec):
     before = [bytes_of(t).clone() for t in kept]
     queries, ends = decode.prepare_append(call)(q, k, v, call.tensors)
     (ctas, _), params = driver.last("append")
-    t, rotary = call.tensors, cache.rotary_cos
-    given = (q, queries, t.key, t.value, k, v, t.kv_lens, None if t.key is None else ends)
+    t, key, rotary = call.tensors, call.tensors.new_key, cache.rotary_cos
+    given = (q, queries, key, t.new_value, k, v, t.kv_lens, None if key is None else ends)
     given += t.page_table, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin
     defines = decode.append_defines(q.dtype, k.dtype, None if rotary is None else rotary.dtype)
     run_launch(programs(defines), file, ctas, params, given)
-    lens = t.kv_lens.long() if t.key is None else write_as_defined(k2, v2, cache, spec)
+    lens = t.kv_lens.long() if t.new_key is None else write_as_defined(k2, v2, cache, spec)
     assert ends.tolist() == lens.tolist()
     for found, expected in ((k, k2), (v, v2)):
         if rotary is None:
@@ -478,4 +478,4 @@ def test_a_cache_that_no_kernel_attends_is_not_written(on_hopper):
     assert "in one call" in hopper.supports(call._replace(kind=APPEND))
     rest = call.read_only()
     assert rest.cache == Cache(call.cache.page_table) and rest.spec is call.spec
-    assert isinstance(rest.spec, Spec) and isinstance(rest.tensors, CacheTensors)
+    assert isinstance(rest.spec, Spec) and isinstance(rest.tensors, Operands)

@@ -10,8 +10,8 @@ import torch
 
 from fa_ops.backends.hopper import decode, mla
 from fa_ops.backends.hopper.runtime import launch, nvrtc, warm
-from fa_ops.call.call import CACHED, CacheTensors, Call
-from fa_ops.call.options import Cache, Spec
+from fa_ops.call.call import CACHED, Call
+from fa_ops.call.options import Cache, Operands, Spec
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def words(params: bytes) -> tuple[int, ...]:
 
 
 LENS = torch.tensor([3, 500], dtype=torch.int32)
-PLAIN, OF_LENS = CacheTensors(None), CacheTensors(LENS)
+PLAIN, OF_LENS = Operands(), Operands(kv_lens=LENS)
 
 
 def prepared(q, k, v, spec=Spec(), cache=Cache(), module=decode):  # noqa: B008
@@ -223,7 +223,7 @@ def test_the_struct_of_a_latent_cache(driver):
     assert (out_at, lse_at) == (out.data_ptr(), lse.data_ptr())
     assert (lens_at, table_at) == (LENS.data_ptr(), table.data_ptr())
     run = prepared(q, k, k[..., :512], Spec(kv_lens=LENS), Cache(table), mla)
-    out, lse = run(q, k, k[..., :512], CacheTensors(LENS, table), False)
+    out, lse = run(q, k, k[..., :512], Operands(kv_lens=LENS, page_table=table), False)
     again = driver.launched[-1].params
     out_at, lse_at, sums_at, stats_at = struct.unpack_from("<4Q", again, 256)
     (size,), _, _ = run.__self__.family.workspace

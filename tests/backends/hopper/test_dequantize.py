@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fa_ops.backends.hopper import eight_bit_inputs, forward
-from fa_ops.call.call import CACHED, CacheTensors, Call
-from fa_ops.call.options import Cache, Spec
+from fa_ops.call.call import CACHED, Call
+from fa_ops.call.options import Cache, Operands, Spec
 from fa_ops.testing.caches import CacheCase
 from tests.backends.hopper.cuda_as_cpp import WARP, built, needs_compiler
 
@@ -126,7 +126,7 @@ def test_a_prompt_attends_the_converted_cache(driver, page):
     q, k, v, cache, spec = prompt(page=page)
     driver.struct_bytes = 704
     run = forward.prepare_cached(Call(CACHED, q, k, v, spec, cache=cache))
-    out, _ = run(q, k, v, CacheTensors(spec.kv_lens, cache.page_table))
+    out, _ = run(q, k, v, Operands(kv_lens=spec.kv_lens, page_table=cache.page_table))
     names = [one.name for one in driver.launched]
     assert names == ["dequantize", "forward"]
     first, second = (one.params for one in driver.launched)

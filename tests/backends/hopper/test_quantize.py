@@ -7,8 +7,7 @@ import torch
 
 from fa_ops.backends import quantization
 from fa_ops.backends.hopper import eight_bit_inputs
-from fa_ops.call.call import QuantizedTensors
-from fa_ops.call.options import Quantization, Spec
+from fa_ops.call.options import Operands, Quantization, Spec
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
 
@@ -50,7 +49,7 @@ def test_numbers_are_those_of_the_definition(D, Dv, Sq, Sk, rotate, lens, driver
     k = k + 3 * torch.randn(1, 1, 1, D, generator=g).bfloat16()
     kv_lens = torch.tensor([Sk, Sk // 2 + 1], dtype=torch.int32) if lens else None
     how = Quantization(None, None, None, torch.float8_e4m3fn, True, rotate)
-    tensors = QuantizedTensors(None, kv_lens, None, None, None, None)
+    tensors = Operands(kv_lens=kv_lens)
     plan = eight_bit_inputs.Quantizer(
         q.dtype, None, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()),
         D**-0.5, False, True, rotate,

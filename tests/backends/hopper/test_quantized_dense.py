@@ -7,8 +7,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends.hopper import eight_bit, eight_bit_inputs
-from fa_ops.call.call import QuantizedTensors
-from fa_ops.call.options import Quantization, Spec
+from fa_ops.call.options import NO_OPERANDS, Quantization, Spec
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
 
@@ -39,7 +38,7 @@ def test_queries_are_quantised_in_the_kernel(
             return kernel(name, *args)
 
         monkeypatch.setattr(module, "kernel", noted)
-    tensors = QuantizedTensors(None, None, None, None, None, None)
+    tensors = NO_OPERANDS
     eight_bit._plan.cache_clear()
     plan = eight_bit.plan_of(q, k, v, how, spec, tensors)
     driver.struct_bytes = eight_bit_inputs._QUANTIZE_PARAMS.size

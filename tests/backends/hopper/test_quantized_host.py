@@ -9,8 +9,8 @@ from torch._subclasses import FakeTensorMode
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import eight_bit, eight_bit_inputs
 from fa_ops.backends.hopper.runtime import nvrtc, warm
-from fa_ops.call.call import QUANTIZED, Call, QuantizedTensors
-from fa_ops.call.options import Quantization, Spec
+from fa_ops.call.call import QUANTIZED, Call
+from fa_ops.call.options import NO_OPERANDS, Operands, Quantization, Spec
 
 E4M3 = torch.float8_e4m3fn
 
@@ -55,14 +55,14 @@ def test_prepared_calls_find_their_own_tensors(driver):
     run = eight_bit.prepare(Call(QUANTIZED, q, k, v, spec, quantization=Quantization()))
     other = q.clone(), k.clone(), v.clone()
     for tensors in ((q, k, v), other):
-        out, lse = run(*tensors, QuantizedTensors(sinks, lens), False)
+        out, lse = run(*tensors, Operands(sinks=sinks, kv_lens=lens), False)
         assert lse is None and out.shape == q.shape
         words = struct.unpack_from("<15Q", driver.last("quantize")[1])
         assert words[:3] == tuple(t.data_ptr() for t in tensors) and words[14] == lens.data_ptr()
         found = struct.unpack_from("<10Q", driver.last("quantized")[1], 384)
         assert found[:2] == (out.data_ptr(), 0) and found[7] == lens.data_ptr()
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view_as(q).copy_(q)
-    run(shifted, k, v, QuantizedTensors(sinks, lens))
+    run(shifted, k, v, Operands(sinks=sinks, kv_lens=lens))
     read = struct.unpack_from("<15Q", driver.last("quantize")[1])[0]
     assert read != shifted.data_ptr() and read % 16 == 0
 
@@ -126,7 +126,7 @@ def test_the_offset_is_computed_for_lse_and_sinks_only(driver):
     q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(3))
     for sinks, with_lse in ((None, True), (torch.zeros(2), False), (None, False)):
         call = Call(QUANTIZED, q, k, v, Spec(sinks=sinks), quantization=Quantization())
-        eight_bit.prepare(call)(q, k, v, QuantizedTensors(sinks), with_lse)
+        eight_bit.prepare(call)(q, k, v, Operands(sinks=sinks), with_lse)
         words = struct.unpack_from("<15Q", driver.last("quantize")[1])
         found = struct.unpack_from("<7Q", driver.last("quantized")[1], 384)
         assert bool(found[5]) == (with_lse or sinks is not None) and found[6] == words[10] != 0
@@ -139,7 +139,7 @@ def test_results_of_a_call_do_not_overlap(driver):
     quantizer = eight_bit_inputs.Quantizer(
         torch.bfloat16, None, shapes, strides, 1.0, True, True, False
     )
-    found, memory = quantizer.run(*tensors, QuantizedTensors(), 0, True)
+    found, memory = quantizer.run(*tensors, NO_OPERANDS, 0, True)
     sizes = 2 * 33 * 80, 65 * 80, 40 * 128, 4 * 66, 4 * 2, 4 * 40, 4 * 66, 4 * 80, 4
     spans = sorted((at, at + size) for at, size in zip(found, sizes))
     assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))

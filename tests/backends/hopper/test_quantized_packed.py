@@ -52,7 +52,7 @@ def described(
     lens = lens and torch.tensor(lens, dtype=torch.int32)
     return Call(
         QUANTIZED_PACKED, q, k, v, Spec(kv_lens=lens, backend="hopper", **spec),
-        Packing(ends_q, ends_k), cache, backend="hopper",
+        Packing(ends_q, None if cache else ends_k), cache, backend="hopper",
         quantization=Quantization(*scales, None, False, False),
     )  # fmt: skip
 

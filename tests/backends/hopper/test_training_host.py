@@ -15,7 +15,7 @@ from fa_ops.backends.hopper import forward as dense_forward
 from fa_ops.backends.hopper import masks
 from fa_ops.backends.hopper.runtime.structs import struct_layout
 from fa_ops.call.call import general
-from fa_ops.call.options import NO_TENSORS, Spec
+from fa_ops.call.options import NO_OPERANDS, Spec
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing.allocators import poisoned_memory
 from tests.backends.hopper import test_backward_host as host
@@ -87,7 +87,7 @@ def test_each_call_has_its_own_tensors_and_the_same_sizes(noted):
     assert addresses(products) == [t.data_ptr() for t in (q, k, v, grad_out, *grads)]
     assert [g.stride() for g in grads] == [t.stride() for t in (q, k, v)]
     assert_hopper_runs_both()
-    out, lse = prepared()[0](*(t.detach() for t in (q, k, v)), NO_TENSORS)
+    out, lse = prepared()[0](*(t.detach() for t in (q, k, v)), NO_OPERANDS)
     dense_backward.backward(grad_out, None, q, k, v, out, lse, Spec(is_causal=True))
     expected = noted.last("backward")[1][at:]
     assert packed == [expected] * 2 and products[at:] == expected

@@ -1,0 +1,124 @@
+"""Recognises calls that repeat: the last call with the same options, and tests of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.call import backend_option
+from fa_ops.call.options import selector
+
+try:  # TorchDynamo's guards compare tensors in one call of C++
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None
+
+
+class LastCall(NamedTuple):
+    """The last call of its kind with its options, forward or backward, and what became of it.
+
+    Most calls repeat one of them with tensors at other addresses. To compare its tensors with those
+    of a new call, in C++, takes a third of the time that it takes to describe and look up their
+    geometry, which saves 1.6 to 3 us of a call. The last forward call with each tuple of options is
+    in `last_calls`; each forward plan keeps its last backward pass.
+    """
+
+    # Of tensors: whether they have the geometry of this call's own, and the dispatch keys.
+    matches: Callable[..., bool]
+    outcome: Any  # of a forward call an `ops.eager.Found`, of a backward pass its settings and run
+
+
+last_calls: dict[tuple, LastCall] = {}  # forward calls, by options
+
+_LIMIT = 1024
+
+
+def keep(options: tuple, call: LastCall) -> None:
+    """Note the last forward call with these options."""
+    if len(last_calls) >= _LIMIT:
+        last_calls.clear()
+    last_calls[options] = call
+
+
+def precision_of(dtype: torch.dtype) -> str | None:
+    """The precision of products of float32; None for other dtypes."""
+    return torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
+
+
+def settings(dtype: torch.dtype, mask_grad: bool) -> tuple:
+    """What a backward pass depends on besides its tensors and the options of its forward pass."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    backend = backend_option.chosen() if backend_option.open_blocks() else backend_option.default
+    return backend, deterministic, precision_of(dtype), mask_grad
+
+
+def like_call(q: Tensor, k: Tensor, v: Tensor, *operands: Tensor | None) -> Callable[..., bool]:
+    """A test whether a forward call with other tensors has the geometry of one with these."""
+    are_like = like(q, k, v, *operands, may_be_nested=True)
+    precision = precision_of(q.dtype)
+    shared = None if k.shape == v.shape else k.data_ptr() == v.data_ptr()
+    if precision is None and shared is None:
+        return are_like
+
+    def matches(q: Tensor, k: Tensor, v: Tensor, *operands: Tensor | None) -> bool:
+        return (
+            are_like(q, k, v, *operands)
+            and (shared is None or (k.data_ptr() == v.data_ptr()) is shared)
+            and precision == precision_of(q.dtype)
+        )
+
+    return matches
+
+
+def like(*tensors: Tensor | None, may_be_nested: bool = False) -> Callable[..., bool]:
+    """A test whether as many others have the types, dtypes, devices, shapes and strides of these.
+
+    And the dispatch keys, with what modes and transforms add to them. There are two at least.
+    `may_be_nested`: the others, where some of these are None or given twice.
+    """
+    if TensorGuards is None:
+        return lambda *others: False
+    (test, select), *repeated = _tests_of(tensors)
+    absent = [i for i, t in enumerate(tensors) if t is None]
+    if not (absent or repeated):
+        return test
+    select_absent, nones = selector(absent), (None,) * len(absent)
+
+    def are_like(*others: Tensor | None) -> bool:
+        if select_absent(others) != nones:  # no tensor equals None
+            return False
+        given = select(others)
+        if may_be_nested:
+            for t in given:
+                if t.is_nested:  # of strided layout: comparing strides aborts
+                    return False
+        if not test(*given):
+            return False
+        for again, at in repeated:  # noqa: SIM110 - a generator takes longer
+            if not again(*at(others)):
+                return False
+        return True
+
+    return are_like
+
+
+def _tests_of(tensors: Sequence[Tensor | None]) -> list[tuple[Callable, Callable]]:
+    """Tests of others, each with what selects those that it tests.
+
+    One test refuses a tensor that is given twice, so those given n times are in n tests.
+    """
+    groups: list[dict[int, int]] = []  # of each test, positions by the tensors' identities
+    for i, t in enumerate(tensors):
+        if t is not None:
+            group = next((g for g in groups if id(t) not in g), None)
+            if group is None:
+                groups.append(group := {})
+            group[id(t)] = i
+    none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+    positions = [list(group.values()) for group in groups]
+    return [
+        (TensorGuards(*[tensors[i] for i in at], **none).check, selector(at)) for at in positions
+    ]
