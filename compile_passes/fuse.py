@@ -1,39 +1,33 @@
-"""The pass over one graph: match every softmax, classify its masks, rewrite it, report it."""
+"""The pass over one graph: it is rewritten, every softmax is matched, its masks are classified, and
+a call takes its place. `explain` does so without compiling.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import fx
 from torch._dynamo.utils import counters
 
 from compile_passes import report
-from compile_passes.emit.eight_bit import QuantizedProducts
 from compile_passes.emit.masks import add_mask_blocks
-from compile_passes.emit.replace import rewrite
-from compile_passes.ir.edits import drop_dead_nodes
+from compile_passes.emit.replace import QuantizedProducts, rewrite
 from compile_passes.ir.graph import EXAMPLES, SOURCE_METADATA, GraphView, Value
-from compile_passes.ir.inlined_call import InlinedAttention, InlinedCall
 from compile_passes.ir.vocabulary import operation, raw_name
 from compile_passes.masks import call_rules
 from compile_passes.masks.affine import Exactness
-from compile_passes.masks.classified_masks import ClassifiedMasks
 from compile_passes.masks.classify import classify_masks
-from compile_passes.masks.mask_terms import NotMaskedAlike, with_gate_for_fill
+from compile_passes.masks.mask_terms import ClassifiedMasks, NotMaskedAlike, with_gate_for_fill
 from compile_passes.masks.symbolic_eval import SymbolicEvaluator
 from compile_passes.match.attention_site import AttentionSite, attention_site
-from compile_passes.match.match_state import Core, RowStatistic
 from compile_passes.match.matcher import NO_SCORES as NO_SCORES
 from compile_passes.match.matcher import Matcher
-from compile_passes.report import Finding, FusedCore, Refused
-from compile_passes.rewrites import attention_calls, flex
-from compile_passes.rewrites.einsums import split_einsums
-from compile_passes.rewrites.joined_keys import split_joined_keys
-from compile_passes.rewrites.metadata_readers import detach_metadata_readers
-from compile_passes.rewrites.weight_sums import distribute_products, divide_products
-from compile_passes.rewrites.writes import rewrite_indexed_writes, rewrite_viewed_writes
+from compile_passes.match.states import Core, RowStatistic
+from compile_passes.report import Finding, FusedCore, Refused, Report
+from compile_passes.rewrites import REWRITES, attention_calls, flex_attention
+from compile_passes.rewrites.edit_log import AttentionCall, EditLog
 
 EIGHT_BIT = "8-bit"  # the products of a finding
 NO_VALUE = "its result is not multiplied with a value"
@@ -67,49 +61,37 @@ def fuse(
     products = checked_products(verify, eight_bit, sixteen_bit)
     if not _may_hold_attention(graph):
         return []
-    detach_metadata_readers(graph)
-    drop_dead_nodes(graph)
-    inlined, not_inlined = attention_calls.inline_calls(graph)
-    sdpa_calls, flex_calls = attention_calls.inline_sdpa(graph), flex.inline_flex(graph)
-    found_calls = [*sdpa_calls.values(), *flex_calls.values()]
-    calls = {call.softmax: call for call in found_calls if isinstance(call, InlinedAttention)}
-    rewrite_viewed_writes(graph)
-    writes = rewrite_indexed_writes(graph)
-    einsums = split_einsums(graph)
-    rewritten = [*split_joined_keys(graph), *divide_products(graph)]
-    inlined += [*calls.values(), *distribute_products(graph), *reversed(rewritten), *einsums]
-    inlined += writes
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    log = EditLog(graph)
+    for step in REWRITES:
+        log.attempt(step.function)
+    log.close()
     try:
         view = GraphView(graph)
         matcher = Matcher(view)
     except Exception:  # a bug of the pass must not break the user's compilation
         report.log.warning("could not read a graph, nothing in it is fused", exc_info=True)
         counters["fa_ops"]["internal error"] += 1
-        _finish_inlined(inlined, set())
+        log.finish(fused=False)
         return []
     evaluator = SymbolicEvaluator(Exactness(graph))
-    fusion = CoreFusion(view, matcher.lses, evaluator, verify, calls, products)
+    fusion = CoreFusion(view, matcher.lses, evaluator, verify, log.calls, products)
     nodes = {value: value.node for value in matcher.softmaxes}  # a rewrite changes value.node
     results: dict[Value, FusedCore | str] = dict(matcher.misses)
     for core in matcher.cores:
         softmax = core.weights.softmax
         if not isinstance(results.get(softmax), FusedCore):
             results[softmax] = fusion.fuse(core)
-    found = {node: report.make_finding(node, reason) for node, reason in not_inlined.items()}
-    for name, given in ((attention_calls.NAME, sdpa_calls), (flex.NAME, flex_calls)):
-        left = {node: why for node, why in given.items() if isinstance(why, str)}
-        found |= {node: report.make_finding(node, why, name) for node, why in left.items()}
+    findings = {node: report.make_finding(node, *reason) for node, reason in log.left.items()}
     for softmax, node in nodes.items():
         result = results.get(softmax, NO_VALUE)
-        call = calls.get(node)
+        call = log.calls.get(node)
         origin = (call.call, result, call.operation) if call else (node, result)
-        found[node] = report.make_finding(*origin)
-    _finish_inlined(inlined, {node for node, finding in found.items() if finding.fused})
+        findings[node] = report.make_finding(*origin)
+    log.finish(fused=any(finding.fused for finding in findings.values()))
     add_mask_blocks(graph)
-    findings = [found[node] for node in sorted(found, key=order.__getitem__)]
-    report.record(findings)
-    return findings
+    ordered = [findings[node] for node in sorted(findings, key=log.order.__getitem__)]
+    report.record(ordered)
+    return ordered
 
 
 def keep_left_softmaxes(graph: fx.Graph) -> None:
@@ -138,7 +120,8 @@ def _may_hold_attention(graph: fx.Graph) -> bool:
     names = [raw_name(node) for node in graph.nodes]
     if any("jvp" in name or "make_dual" in name for name in names):
         return False  # the operator has no forward-mode derivative
-    known = ("softmax", "softmin", "exp", "exp_", "exp2", *attention_calls.NAMES, flex.NAME)
+    calls = (*attention_calls.NAMES, flex_attention.NAME)
+    known = ("softmax", "softmin", "exp", "exp_", "exp2", *calls)
     softmax = any(name.endswith(known) for name in names)
     return softmax or any(map(_may_be_one, graph.nodes))
 
@@ -149,15 +132,6 @@ def _may_be_one(node: fx.Node) -> bool:
     return power or attention_calls.is_attention_call(node)
 
 
-def _finish_inlined(inlined: list[InlinedCall], fused: set[fx.Node]) -> None:
-    copies: dict[fx.Node, fx.Node] = {}
-    for call in inlined:
-        if call.is_fused(fused):
-            call.commit()
-        else:
-            call.undo(copies)
-
-
 @dataclasses.dataclass(frozen=True)
 class CoreFusion:
     """Fuses the cores of one graph. `calls` are the inlined calls by their softmax."""
@@ -166,7 +140,7 @@ class CoreFusion:
     lses: list[RowStatistic]
     evaluator: SymbolicEvaluator
     verify: bool
-    calls: dict[fx.Node | None, InlinedAttention]
+    calls: dict[fx.Node | None, AttentionCall]
     eight_bit: QuantizedProducts | None = None
 
     def fuse(self, core: Core) -> FusedCore | str:
@@ -255,3 +229,66 @@ def fuse_module(
                 child.recompile()
             findings += found
     return findings
+
+
+# What the pass would do to a function, without compiling it.
+
+
+def explain(
+    function: Callable,
+    *inputs: object,
+    dynamic: bool | None = None,
+    verify: bool = False,
+    eight_bit: bool = False,
+    sixteen_bit: Collection[str] = (),
+    **kwargs,
+) -> Report:
+    """Run the pass on what `torch.compile` captures of `function(*inputs, **kwargs)`.
+
+    The function runs once, eagerly.
+
+    Args:
+        function: a function or module, compiled or not.
+        inputs, kwargs: its arguments.
+        dynamic: as in `torch.compile`.
+        verify: as in :func:`install`; findings say whether they were verified.
+        eight_bit: as in :func:`install`; findings say which products they have.
+        sixteen_bit: as in :func:`install`.
+
+    Returns:
+        Every softmax with its source location and the call that it was fused into, or the reason
+        why it was not fused. Print it, or read its `findings`.
+
+    Raises:
+        ValueError, TypeError: options that :func:`install` refuses.
+
+    Examples:
+        >>> print(compile_passes.explain(model, x))
+        1 of 1 softmaxes fused, in 1 graph
+        ...
+    """
+    options = verify, eight_bit, sixteen_bit
+    checked_products(*options)  # before anything is traced
+    findings: list[Finding] = []
+    graphs = 0
+
+    def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        nonlocal graphs
+        for module in gm.modules():
+            if isinstance(module, fx.GraphModule):
+                graphs += 1
+                findings.extend(fuse(_copy(module.graph), *options))
+        return gm.forward
+
+    function = getattr(function, "_orig_mod", function)
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    with torch._dynamo.config.patch(recompile_limit=2**16):
+        torch.compile(function, backend=backend, dynamic=dynamic)(*inputs, **kwargs)
+    return Report(tuple(findings), graphs)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph(graph.owning_module)
+    outputs = copied.graph_copy(graph, {})
+    copied.output(outputs)
+    return copied

@@ -14,7 +14,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 if TYPE_CHECKING:
-    from compile_passes.masks.classified_masks import ClassifiedMasks
+    from compile_passes.masks.mask_terms import ClassifiedMasks
 
 log = logging.getLogger("compile_passes")
 

@@ -60,12 +60,11 @@ TOP = {
     ),
     "compile_passes": ("compile_passes", "fa_ops"),
     "compile_passes.report": (),
-    "compile_passes.ir": ("compile_passes.ir", "compile_passes.report"),
+    "compile_passes.ir": ("compile_passes.ir",),
     "compile_passes.rewrites": (
         "compile_passes.rewrites",
         "compile_passes.ir",
         "compile_passes.report",
-        "fa_ops",
     ),
     "compile_passes.match": (
         "compile_passes.match",
@@ -77,6 +76,7 @@ TOP = {
     "compile_passes.masks": (
         "compile_passes.masks",
         "compile_passes.match",
+        "compile_passes.rewrites.edit_log",
         "compile_passes.ir",
         "compile_passes.report",
     ),

@@ -1,4 +1,6 @@
-"""What masks become in the graph: key ranges, lengths, bool masks, and `mask_blocks`."""
+"""What masks and sinks become in the graph: key ranges, lengths, bool masks, `mask_blocks`, and the
+log-sum-exp.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,17 @@ from compile_passes.emit.emitter import (
     only_backward,
 )
 from compile_passes.ir.axes import Axis, Dims, is_one, sizes_equal
-from compile_passes.ir.edits import has_no_effect
 from compile_passes.ir.graph import (
     GraphView,
     Value,
     example,
+    has_no_effect,
+    is_random,
     is_tensor,
     requires_grad,
     written_nodes,
 )
-from compile_passes.ir.vocabulary import operation
+from compile_passes.ir.vocabulary import operation, raw_name
 from compile_passes.masks.affine import (
     MAX_SIZE,
     Affine,
@@ -48,12 +51,13 @@ from compile_passes.masks.affine import (
     sort_key,
     symbolic,
 )
-from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, KeepMask
 from compile_passes.masks.key_intervals import Bound, Extreme
+from compile_passes.masks.mask_terms import ClassifiedMasks, EmptyRows, KeepMask
 from compile_passes.match.attention_site import AttentionSite
-from compile_passes.match.match_state import (
+from compile_passes.match.states import (
     MAX_ROW_MASK,
     BiasTerm,
+    ClampTerm,
     FillTerm,
     Leaf,
     absorbing_number,
@@ -593,3 +597,75 @@ def emit_sink(emitter: Emitter, q: fx.Node, separate: bool) -> fx.Node | float:
     sinks = emitter.arrange(sink.value.node, sink.dims, (emitter.site.heads,), full=True)
     allowed = (emitter.site.dtype, torch.float32)
     return sinks if example(sinks).dtype in allowed else cast(emitter, sinks, torch.float32)
+
+
+# The log-sum-exp, where the model reads it beside the attention or a sink differs between queries:
+# both use the operator's own.
+
+
+def check_lse(site: AttentionSite, masks: ClassifiedMasks) -> None:
+    """Raises Refused where the operator's log-sum-exp is not the model's."""
+    terms = site.scores.terms
+    shifted = any(isinstance(t, BiasTerm) and isinstance(t.leaf.value, float) for t in terms)
+    shifted |= any(isinstance(t, ClampTerm) for t in terms)
+    shifted |= bool(masks.added_fill or masks.zeroed_keys)
+    if shifted or site.has_sink or masks.empty_rows is EmptyRows.ADDED:
+        raise Refused("the scores are also read by logsumexp, which is not the operator's")
+
+
+def eager_lse(
+    emitter: Emitter, masks: ClassifiedMasks, emitted: MaskNodes, lse: fx.Node
+) -> fx.Node:
+    """The log-sum-exp of eager mode. That of an empty row is its fill, which absorbs the logarithm
+    of the number of keys; to other rows what their masks were reduced by is added.
+    """
+    if masks.empty_rows is EmptyRows.ZERO:
+        return lse
+    if emitter.site.lses and emitted.filled is not None:
+        raise Refused("the scores are also read by logsumexp, and several masks fill them")
+    empty = emitter.method("squeeze", emitted.empty_rows, -1)
+    if emitted.row_max is None:
+        return emitter.method("masked_fill", lse, empty, masks.fill)
+    row_max, shift = (emitter.method("squeeze", x, -1) for x in (emitted.row_max, emitted.shift))
+    lse = emitter.function(operator.add, lse, cast(emitter, shift, example(lse).dtype))
+    return emitter.function(torch.where, empty, cast(emitter, row_max, example(lse).dtype), lse)
+
+
+def replaced_lses(emitter: Emitter, lse: fx.Node) -> dict[fx.Node, fx.Node]:
+    """The replacement of each log-sum-exp that the model computes."""
+    found = {}
+    for row in emitter.site.lses:
+        value = row.path[-1]
+        node = cast(emitter, lse, value.dtype)
+        found[value.node] = emitter.arrange(node, emitter.site.row_dims, row.dims)
+    return found
+
+
+def scale_by_sink(emitter: Emitter, result: fx.Node, lse: fx.Node, sink: fx.Node) -> fx.Node:
+    """The result with the sink in its denominator: sigmoid(lse - sink) times the result."""
+    share = emitter.method("sigmoid", emitter.function(operator.sub, lse, sink))
+    share = emitter.method("unsqueeze", share, -1)
+    return cast(emitter, emitter.function(operator.mul, result, share), emitter.site.dtype)
+
+
+def lse_readers(emitter: Emitter, view: GraphView, erased: set[fx.Node]) -> list[fx.Node]:
+    """The nodes that depend on a log-sum-exp and have to move behind the value product."""
+    out = emitter.site.core.out
+    late = {row.path[-1].node for row in emitter.site.lses}
+    if not late:
+        return []
+    first = min((view.values[node] for node in late), key=lambda value: value.index)
+    found: list[fx.Node] = []
+    for node, value in view.values.items():
+        between = first.index < value.index < out.index and node not in erased
+        if not between or late.isdisjoint(node.all_input_nodes):
+            continue
+        if value.writes or is_random(value) or node.op not in ("call_function", "call_method"):
+            raise Refused(f"{raw_name(node)} reads their log-sum-exp before the value product")
+        found.append(node)
+        late.add(node)
+    if late & emitter.inputs():
+        raise Refused("an input of the attention depends on their log-sum-exp")
+    if found and view.writes_between(first, out):
+        raise Refused("a tensor is written to between their log-sum-exp and the value product")
+    return found

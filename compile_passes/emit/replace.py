@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
+import re
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, fx
@@ -11,8 +14,6 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fa_ops  # noqa: F401  defines torch.ops.fa
-from compile_passes.emit import eight_bit
-from compile_passes.emit import lse as lse_nodes
 from compile_passes.emit import masks as mask_nodes
 from compile_passes.emit.emitter import (
     Emitter,
@@ -32,14 +33,15 @@ from compile_passes.emit.masks import (
 )
 from compile_passes.emit.verify import Unverified, difference
 from compile_passes.ir import constants, vocabulary
-from compile_passes.ir.axes import is_one, sizes_equal
+from compile_passes.ir.axes import Group, is_one, sizes_equal
 from compile_passes.ir.graph import GraphView, Value, example, requires_grad
-from compile_passes.ir.strides import restride
+from compile_passes.ir.insertion import restride
 from compile_passes.masks import symbolic_eval
-from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows
+from compile_passes.masks.mask_terms import ClassifiedMasks, EmptyRows
 from compile_passes.match.attention_site import AttentionSite
-from compile_passes.match.match_state import BiasTerm, FillTerm, Leaf
+from compile_passes.match.states import BiasTerm, FillTerm, Leaf
 from compile_passes.report import Refused, log
+from fa_ops.call.options import MAX_DECODING_QUERIES, MAX_QUANTIZED_HEAD_DIM
 
 # The call where finite fills that absorb the scores may mask all keys of a row.
 #
@@ -125,7 +127,7 @@ def rewrite(
         erased = _nodes_to_erase(site)
         if erased & emitter.inputs():
             raise Refused("an operand of the scores depends on their shape")
-        late = lse_nodes.lse_readers(emitter, view, erased)
+        late = mask_nodes.lse_readers(emitter, view, erased)
         verified = verify and not quantizes
         verified = verified and all(_verified(emitter, view, *pair) for pair in replaced.items())
     except BaseException:
@@ -204,7 +206,7 @@ def _emit_call(
     """(the call, the replacement of each node that the model reads)"""
     site = emitter.site
     if site.lses:
-        lse_nodes.check_lse(site, masks)
+        mask_nodes.check_lse(site, masks)
     q = operand(emitter, site.q, (*site.row_dims, site.head_dim), site.dtype)
     k = operand(emitter, site.k, (*site.key_dims, site.head_dim), site.dtype)
     v = _gated_value(emitter)
@@ -236,20 +238,20 @@ def _emit_call(
         options |= averaging_options(emitter, masks, emitted)
     arguments = query, k, v, mask, dropout_p, causal
     if quantizes:
-        call = result = eight_bit.emit_call(emitter, arguments, options)
+        call = result = quantized_call(emitter, arguments, options)
     else:
         call = result = emitter.function(target, *arguments, **options)
     lse = None
     if target is not ATTENTION or quantizes:
         result, given = (emitter.function(operator.getitem, call, i) for i in (0, 1))
-        lse = lse_nodes.eager_lse(emitter, masks, emitted, given) if needs_lse else None
+        lse = mask_nodes.eager_lse(emitter, masks, emitted, given) if needs_lse else None
     if site.lses and averaging:
         lse = with_lse_gradients(emitter, emitted, k, given, lse)
     if separate:
-        result = lse_nodes.scale_by_sink(emitter, result, lse, sink)
+        result = mask_nodes.scale_by_sink(emitter, result, lse, sink)
     out = site.core.out.node
     replaced = {out: restride(emitter, _restore_layout(emitter, result), out)}
-    for old, new in lse_nodes.replaced_lses(emitter, lse).items():
+    for old, new in mask_nodes.replaced_lses(emitter, lse).items():
         replaced[old] = restride(emitter, new, old)
     return call, replaced
 
@@ -385,3 +387,84 @@ def _erase(nodes: set[fx.Node], view: GraphView) -> None:
             and not value.writes
         ):
             erase(node)
+
+
+# The choice of 8-bit products, if they were asked for, and the call for them.
+
+QUANTIZED = torch.ops.fa.quantized_attention.default
+_DTYPES = torch.float16, torch.bfloat16, torch.float32
+# `_modules['blocks']._modules['0']` and `getattr(blocks, '0')` of older releases, `L['self']`
+_ATTRIBUTE = re.compile(r"\._modules\['(\w+)'\]|\['(\w+)'\]")
+_GETATTR = re.compile(r"getattr\(([^()]*), '(\w+)'\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedProducts:
+    """The option: attention of modules with these names keeps 16-bit products."""
+
+    sixteen_bit: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, eight_bit: bool, sixteen_bit: Collection[str]) -> QuantizedProducts | None:
+        """The options among the arguments of `install`; None without 8-bit products.
+
+        Raises TypeError and ValueError for arguments that are wrong.
+        """
+        if not isinstance(eight_bit, bool):
+            raise TypeError(f"eight_bit must be a bool, got {eight_bit!r}")
+        if isinstance(sixteen_bit, str) or not all(isinstance(x, str) and x for x in sixteen_bit):
+            raise TypeError(f"sixteen_bit must hold names of modules, got {sixteen_bit!r}")
+        if sixteen_bit and not eight_bit:
+            raise ValueError(f"sixteen_bit must be empty without eight_bit, got {sixteen_bit!r}")
+        return cls(tuple(sorted(sixteen_bit))) if eight_bit else None
+
+    def refusal(self, site: AttentionSite, masks: ClassifiedMasks) -> str | None:
+        """Why an attention keeps 16-bit products, or None."""
+        if site.requires_grad:
+            return "a gradient may be recorded"
+        if site.core.weights.dropout_p:
+            return "dropout"
+        if masks.alibi:
+            return "ALiBi"
+        if masks.is_dense:
+            return "a dense mask"
+        if site.dtype not in _DTYPES:
+            return str(site.dtype)
+        sizes = _size(site.head_dim), _size(site.features)
+        if site.q.value.tensor.is_cuda and max(sizes) > MAX_QUANTIZED_HEAD_DIM:
+            return f"a head dimension above {MAX_QUANTIZED_HEAD_DIM}"
+        queries, keys = _size(site.queries), _size(site.keys)
+        if 0 < queries <= MAX_DECODING_QUERIES and not 0 < keys <= queries:
+            return f"at most {MAX_DECODING_QUERIES} queries, for which all keys would be quantised"
+        path = module_path(site.core.weights.softmax.node)
+        name = next((name for name in self.sixteen_bit if _contains(path, name)), None)
+        return f"sixteen_bit names {name}" if name else None
+
+
+def _size(group: Group) -> int:
+    """The number of elements of axes; 0 where it is not known."""
+    total = 1
+    for axis in group:
+        total *= axis.size if type(axis.size) is int else 0
+    return total
+
+
+def module_path(node: fx.Node) -> str:
+    """The name of the module that computes a node, after what the graph calls its root."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    while (shorter := _GETATTR.sub(r"\1.\2", path)) != path:
+        path = shorter
+    return _ATTRIBUTE.sub(lambda found: f".{found[1] or found[2]}", path)
+
+
+def _contains(path: str, name: str) -> bool:
+    """Whether the parts of a name are next to one another in a path."""
+    return f".{name}." in f".{path}."
+
+
+def quantized_call(emitter: Emitter, arguments: tuple, options: dict[str, object]) -> fx.Node:
+    """The call with 8-bit products in place of one of attention; its results are out and lse."""
+    *tensors, mask, _, is_causal = arguments
+    assert mask is None
+    return emitter.function(QUANTIZED, *tensors, None, None, None, is_causal, **options)

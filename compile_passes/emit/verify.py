@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from compile_passes.ir import vocabulary
 from compile_passes.ir.graph import example, run
-from compile_passes.ir.strides import hint, memory_order
+from compile_passes.ir.insertion import hint, memory_order
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 TOLERANCE_16_BIT = 5e-2

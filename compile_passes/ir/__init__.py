@@ -1,3 +1,3 @@
-"""The graph as the pass reads it: values, canonical operation names, dimensions, layouts and
-constants.
+"""What the pass reads of a graph: values, canonical operation names, dimensions, layouts and
+constants; and the insertion of nodes.
 """

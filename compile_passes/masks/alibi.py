@@ -11,8 +11,7 @@ from compile_passes.ir.axes import Dims, Group, resolve_dims
 from compile_passes.ir.constants import constant_value
 from compile_passes.ir.graph import Value, is_tensor, requires_grad
 from compile_passes.masks.affine import AbsoluteValue, Affine, Coordinates, symbolic
-from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows
-from compile_passes.masks.mask_terms import Term, single_axis
+from compile_passes.masks.mask_terms import ClassifiedMasks, EmptyRows, Term, single_axis
 from compile_passes.masks.symbolic_eval import (
     RULES,
     SymbolicEvaluator,
@@ -20,7 +19,7 @@ from compile_passes.masks.symbolic_eval import (
     coordinates,
 )
 from compile_passes.match.attention_site import AttentionSite
-from compile_passes.match.match_state import BiasTerm, Leaf
+from compile_passes.match.states import BiasTerm, Leaf
 
 _VIEWS = ("reshape", "permute", "expand", "copy", "getitem")
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_passes.ir.axes import is_one
-from compile_passes.ir.inlined_call import InlinedAttention
-from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows
+from compile_passes.masks.mask_terms import ClassifiedMasks, EmptyRows
 from compile_passes.match.attention_site import AttentionSite
+from compile_passes.rewrites.edit_log import AttentionCall
 
 
 class CallCase(NamedTuple):
@@ -24,7 +24,7 @@ class CallCase(NamedTuple):
 
     site: AttentionSite
     masks: ClassifiedMasks
-    call: InlinedAttention
+    call: AttentionCall
 
     @property
     def device(self) -> torch.device:
@@ -120,7 +120,7 @@ RULES = (
 )
 
 
-def decide(site: AttentionSite, masks: ClassifiedMasks, call: InlinedAttention) -> tuple[bool, str]:
+def decide(site: AttentionSite, masks: ClassifiedMasks, call: AttentionCall) -> tuple[bool, str]:
     """(whether the call is replaced, why)"""
     case = CallCase(site, masks, call)
     rule = next(rule for rule in RULES if rule.holds(case))

@@ -25,7 +25,6 @@ from compile_passes.masks.affine import (
     sort_key,
 )
 from compile_passes.masks.alibi import Alibi, alibi_of
-from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, KeepMask
 from compile_passes.masks.key_intervals import (
     KeyInterval,
     attends_itself,
@@ -33,6 +32,9 @@ from compile_passes.masks.key_intervals import (
     with_indices_for_positions,
 )
 from compile_passes.masks.mask_terms import (
+    ClassifiedMasks,
+    EmptyRows,
+    KeepMask,
     MaskEffect,
     Term,
     Window,
@@ -45,7 +47,7 @@ from compile_passes.masks.mask_terms import (
 )
 from compile_passes.masks.symbolic_eval import SymbolicEvaluator
 from compile_passes.match.attention_site import AttentionSite
-from compile_passes.match.match_state import (
+from compile_passes.match.states import (
     MAX_MASK_FILL,
     MAX_ROW_MASK,
     BiasTerm,

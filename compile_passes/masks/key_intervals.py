@@ -27,7 +27,7 @@ from compile_passes.masks.affine import (
     sort_key,
     symbolic,
 )
-from compile_passes.match.match_state import Leaf
+from compile_passes.match.states import Leaf
 
 # Documents packed into one row, as models recognise them in position ids: a new document starts
 # where the positions do not count on by one.

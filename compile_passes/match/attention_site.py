@@ -13,7 +13,7 @@ from compile_passes.ir import layout
 from compile_passes.ir.axes import Axis, Dims, Group, all_axes, resolve, sizes_equal
 from compile_passes.ir.graph import example, requires_grad
 from compile_passes.ir.vocabulary import raw_name, read_elsewhere
-from compile_passes.match.match_state import Core, Leaf, MatchedScores, RowStatistic
+from compile_passes.match.states import Core, Leaf, MatchedScores, RowStatistic
 from compile_passes.report import Refused
 from fa_ops.call.options import MAX_HEAD_DIM
 

@@ -17,7 +17,16 @@ from compile_passes.ir.constants import constant_value
 from compile_passes.ir.graph import GraphView, Value
 from compile_passes.ir.vocabulary import LAYOUT, raw_name
 from compile_passes.match import score_rules, softmax_rules, weight_rules
-from compile_passes.match.match_state import (
+from compile_passes.match.products import (
+    Addition,
+    Contraction,
+    Labels,
+    addition,
+    align,
+    contraction,
+    other_operand,
+)
+from compile_passes.match.states import (
     BiasTerm,
     Core,
     DetachedScores,
@@ -36,15 +45,6 @@ from compile_passes.match.match_state import (
     State,
     Tracked,
     UnnormalizedOutput,
-)
-from compile_passes.match.products import (
-    Addition,
-    Contraction,
-    Labels,
-    addition,
-    align,
-    contraction,
-    other_operand,
 )
 from compile_passes.report import Refused
 

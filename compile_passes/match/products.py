@@ -12,7 +12,7 @@ from compile_passes.ir.axes import Axis, Dims, Group, Size, broadcast_dims, is_o
 from compile_passes.ir.constants import constant_value, round_to
 from compile_passes.ir.graph import Value, is_tensor
 from compile_passes.ir.vocabulary import LAYOUT
-from compile_passes.match.match_state import Leaf, Tracked
+from compile_passes.match.states import Leaf, Tracked
 from compile_passes.report import Refused
 from compile_passes.rewrites.einsums import parsed
 

@@ -10,9 +10,16 @@ import math
 import torch
 
 from compile_passes.ir.axes import Axis
-from compile_passes.ir.constants import constant_value, guarded_constant, stored_value
+from compile_passes.ir.constants import (
+    constant_value,
+    guarded_constant,
+    is_zero_or_one,
+    number_beside_zeros,
+    stored_value,
+)
 from compile_passes.ir.graph import Value, is_tensor
-from compile_passes.match.match_state import (
+from compile_passes.match.products import align, other_operand, reduced, without_inversion
+from compile_passes.match.states import (
     MAX_MASK_FILL,
     BiasTerm,
     ClampTerm,
@@ -21,9 +28,8 @@ from compile_passes.match.match_state import (
     MatchedScores,
     RowStatistic,
     State,
+    without_cast,
 )
-from compile_passes.match.products import align, other_operand, reduced, without_inversion
-from compile_passes.match.zero_one import is_zero_or_one, number_beside_zeros, without_cast
 from compile_passes.report import Refused
 
 

@@ -11,11 +11,19 @@ import dataclasses
 import math
 
 from compile_passes.ir.axes import Axis, Dims, Group, is_one, resolve, resolve_dims
-from compile_passes.ir.constants import constant_value, guarded_constant
+from compile_passes.ir.constants import constant_value, guarded_constant, is_zero_or_one
 from compile_passes.ir.graph import Value
 from compile_passes.ir.layout import EXPANDED
 from compile_passes.ir.vocabulary import raw_name
-from compile_passes.match.match_state import (
+from compile_passes.match.products import (
+    align,
+    other_operand,
+    reduced,
+    summed_by_einsum,
+    without_inversion,
+)
+from compile_passes.match.score_rules import scaled
+from compile_passes.match.states import (
     Core,
     DetachedScores,
     ExpSum,
@@ -29,16 +37,8 @@ from compile_passes.match.match_state import (
     ShiftExp,
     State,
     UnnormalizedOutput,
+    without_cast,
 )
-from compile_passes.match.products import (
-    align,
-    other_operand,
-    reduced,
-    summed_by_einsum,
-    without_inversion,
-)
-from compile_passes.match.score_rules import scaled
-from compile_passes.match.zero_one import is_zero_or_one, without_cast
 from compile_passes.report import Refused
 
 NOT_KEYS = "the softmax runs over a batch or head dimension, or over several, not over the keys"

@@ -7,10 +7,11 @@ from __future__ import annotations
 import math
 
 from compile_passes.ir.axes import all_axes, resolve, resolve_dims, sizes_equal
-from compile_passes.ir.constants import constant_value, guarded_constant
+from compile_passes.ir.constants import constant_value, guarded_constant, is_zero_or_one
 from compile_passes.ir.graph import Value, is_tensor
 from compile_passes.ir.vocabulary import raw_name
-from compile_passes.match.match_state import (
+from compile_passes.match.products import align, other_operand, reduced, without_inversion
+from compile_passes.match.states import (
     FillTerm,
     HiddenScores,
     KeyGate,
@@ -18,9 +19,8 @@ from compile_passes.match.match_state import (
     MatchedWeights,
     NanWeights,
     State,
+    without_cast,
 )
-from compile_passes.match.products import align, other_operand, reduced, without_inversion
-from compile_passes.match.zero_one import is_zero_or_one, without_cast
 from compile_passes.report import Refused
 
 

@@ -1,4 +1,4 @@
-"""Calls of torch that are attention, inlined: `F.multi_head_attention_forward` and SDPA."""
+"""Calls of torch that are attention, written out: `F.multi_head_attention_forward` and SDPA."""
 
 from __future__ import annotations
 
@@ -6,36 +6,29 @@ import contextlib
 import math
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from compile_passes.ir.axes import sizes_equal
-from compile_passes.ir.edits import NodeInserter
 from compile_passes.ir.graph import SOURCE_METADATA, example, meta_key
-from compile_passes.ir.inlined_call import (
-    Inlined,
-    InlinedAttention,
-    InlinedCall,
-    attempt,
-    check_inputs,
-    repeated_heads,
-)
+from compile_passes.ir.insertion import NodeInserter
 from compile_passes.ir.vocabulary import bind, operation, raw_name, read_elsewhere
-from compile_passes.report import Refused, internal_error, log
+from compile_passes.report import Refused
+from compile_passes.rewrites.edit_log import AttentionCall, Edit, EditLog
 
-# Inlining of `F.multi_head_attention_forward`, which Dynamo captures as one call.
+# `F.multi_head_attention_forward`, which Dynamo captures as one call.
 #
 # torch's own function is traced with the arguments of the call, so that every option keeps its
-# meaning. The traced operations are inserted before the call. If the pass fuses them they replace
-# the call; otherwise they are erased and the call is left unchanged.
+# meaning. The traced operations are inserted before the call.
 
 FORWARD = F.multi_head_attention_forward
 # Operators that modules of torch.nn call in eval mode without gradients.
@@ -47,20 +40,10 @@ def is_attention_call(node: fx.Node) -> bool:
     return node.op == "call_function" and (node.target is FORWARD or raw_name(node) in _OPERATORS)
 
 
-def inline_calls(graph: fx.Graph) -> tuple[list[InlinedCall], dict[fx.Node, str]]:
-    """The inlined calls, and the reasons why the others cannot be inlined."""
-    inlined: list[InlinedCall] = []
-    not_inlined: dict[fx.Node, str] = {}
-    for call in filter(is_attention_call, list(graph.nodes)):
-        try:
-            _check_multi_head(call)
-            inlined.append(_inlined_multi_head(call))
-        except Refused as refusal:
-            not_inlined[call] = str(refusal)
-        except Exception as error:  # a bug of the pass must not break the user's compilation
-            log.warning("could not inline %s", call, exc_info=True)
-            not_inlined[call] = internal_error(error)
-    return inlined, not_inlined
+def write_out_multi_head(log: EditLog) -> None:
+    """Write out the calls of multi-head attention."""
+    for call in filter(is_attention_call, list(log.graph.nodes)):
+        log.write_out(call, _write_out_multi_head, "softmax")
 
 
 def _check_multi_head(call: fx.Node) -> None:
@@ -77,22 +60,19 @@ def _check_multi_head(call: fx.Node) -> None:
             raise Refused(read_elsewhere("the attention weights are", reader))
 
 
-def _inlined_multi_head(call: fx.Node) -> InlinedCall:
-    inlined = InlinedCall(call)
+def _write_out_multi_head(log: EditLog, call: fx.Node) -> None:
+    _check_multi_head(call)
+    edit = log.edit(call)
     (mode,) = {x.fake_mode for x in map(example, call.all_input_nodes) if isinstance(x, Tensor)}
-    try:
-        with mode, enable_python_dispatcher(), _modes(call), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the original call has issued them
-            _copy_nodes(_traced(call), inlined)
-        out, wanted = example(inlined.out), example(call)[0]
-        if (out.shape, out.dtype) != (wanted.shape, wanted.dtype):
-            raise AssertionError(f"{out.shape} {out.dtype}, not {wanted.shape} {wanted.dtype}")
-        if not any(raw_name(node) == "softmax" for node in inlined.nodes):
-            raise AssertionError("no softmax was traced")
-    except BaseException:
-        inlined.undo()
-        raise
-    return inlined
+    with mode, enable_python_dispatcher(), _modes(call), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the original call has issued them
+        result = _copy_nodes(_traced(call), edit)
+    out, wanted = example(result), example(call)[0]
+    if (out.shape, out.dtype) != (wanted.shape, wanted.dtype):
+        raise AssertionError(f"{out.shape} {out.dtype}, not {wanted.shape} {wanted.dtype}")
+    if not any(raw_name(node) == "softmax" for node in edit.nodes):
+        raise AssertionError("no softmax was traced")
+    edit.supersede(call, result)
 
 
 def _traced(call: fx.Node) -> fx.Graph:
@@ -124,9 +104,9 @@ def _decomposed_sdpa(
     return F.dropout(weights, dropout_p) @ v if dropout_p > 0 else weights @ v
 
 
-def _copy_nodes(traced: fx.Graph, inlined: InlinedCall) -> None:
-    """Copy the traced operations to before the call, each with its example."""
-    call = inlined.call
+def _copy_nodes(traced: fx.Graph, edit: Edit) -> fx.Node:
+    """Copy the traced operations to before the call, each with its example; returns the result."""
+    call = edit.anchor
     key = meta_key(call.graph)
     place = {k: call.meta[k] for k in SOURCE_METADATA if k in call.meta}
     copies: dict[fx.Node, fx.Node] = {}
@@ -135,15 +115,16 @@ def _copy_nodes(traced: fx.Graph, inlined: InlinedCall) -> None:
         if node.op == "placeholder":
             copies[node] = next(given)
         elif node.op == "output":
-            inlined.out = copies[node.args[0]]
+            return copies[node.args[0]]
         elif node.op == "call_function":
             with call.graph.inserting_before(call):
                 copies[node] = copy = call.graph.node_copy(node, copies.__getitem__)
-            inlined.nodes.append(copy)
+            edit.nodes.append(copy)
             args, kwargs = map_arg((copy.args, copy.kwargs), example)
             copy.meta = {**place, key: copy.target(*args, **kwargs)}
         else:
             raise AssertionError(f"{node.op} {node.target} was traced")
+    raise AssertionError("nothing was traced")
 
 
 @contextlib.contextmanager
@@ -192,9 +173,8 @@ def is_sdpa(node: fx.Node) -> bool:
     return node.op == "call_function" and operation(node)[0] in NAMES
 
 
-def inline_sdpa(graph: fx.Graph) -> Inlined:
-    """The inlined calls, and the reasons why others are left as they are."""
-    found: Inlined = {}
+def write_out_sdpa(log: EditLog) -> None:
+    """Write out the calls of scaled_dot_product_attention."""
     math_only = not any(
         (
             torch.backends.cuda.flash_sdp_enabled(),
@@ -202,13 +182,13 @@ def inline_sdpa(graph: fx.Graph) -> Inlined:
             torch.backends.cuda.cudnn_sdp_enabled(),
         )
     )
-    for node in list(graph.nodes):
+    for node in list(log.graph.nodes):
         if raw_name(node) == "_sdpa_kernel":
             math_only = _permits_math_only(node)
+        elif is_sdpa(node) and (math_only or operation(node)[0] == MATH):
+            log.left[node] = MATH_ONLY, NAME
         elif is_sdpa(node):
-            math = math_only or operation(node)[0] == MATH
-            found[node] = MATH_ONLY if math else attempt(_inlined, node)
-    return found
+            log.write_out(node, _write_out, NAME)
 
 
 def _permits_math_only(node: fx.Node) -> bool:
@@ -217,29 +197,22 @@ def _permits_math_only(node: fx.Node) -> bool:
     return {str(name).split(".")[-1] for name in names} == {"MATH"}
 
 
-def _inlined(call: fx.Node) -> InlinedAttention:
+def _write_out(log: EditLog, call: fx.Node) -> None:
     name = operation(call)[0]
     args = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False} | bind(call, _PARAMETERS[name])
     args.setdefault("enable_gqa", name != NAME)
     args["attn_mask"] = args.pop("attn_bias", args["attn_mask"])
     result = call if name == NAME else _result_of_kernel(call)
     _check(call, args)
-    inserter = NodeInserter(call.graph, call)
-    has_mask = args["attn_mask"] is not None
-    inlined = InlinedAttention(call, result=result, operation=NAME, has_mask=has_mask)
+    edit = log.edit(call)
     wanted = example(result)
-    try:
-        weights, value = _weights(inserter, args, wanted.dtype, inlined)
-        out = inserter.method("matmul", weights, value)
-        if example(out).shape != wanted.shape or example(out).dtype != wanted.dtype:
-            raise Refused("its result has another shape or dtype than the product of its inputs")
-    except BaseException:
-        inserter.undo()
-        raise
-    out.meta.update(result.meta)  # the example has the strides of the call's result
-    inlined.nodes, inlined.out = inserter.nodes, out
-    result.replace_all_uses_with(out)
-    return inlined
+    softmax, weights, value = _weights(edit, args, wanted.dtype)
+    out = edit.method("matmul", weights, value)
+    if example(out).shape != wanted.shape or example(out).dtype != wanted.dtype:
+        raise Refused("its result has another shape or dtype than the product of its inputs")
+    edit.supersede(call, out)
+    has_mask = args["attn_mask"] is not None
+    log.calls[softmax] = AttentionCall(call, NAME, edit.nodes, softmax, has_mask)
 
 
 def _result_of_kernel(call: fx.Node) -> fx.Node:
@@ -274,9 +247,9 @@ def _check(call: fx.Node, args: dict) -> None:
 
 
 def _weights(
-    inserter: NodeInserter, args: dict, dtype: torch.dtype, inlined: InlinedAttention
-) -> tuple[fx.Node, fx.Node]:
-    """(the weights, the value) as nodes"""
+    inserter: NodeInserter, args: dict, dtype: torch.dtype
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """(the softmax, the weights, the value) as nodes"""
     q, k, v, mask = (
         _under_autocast(inserter, args[name], dtype)
         for name in ("query", "key", "value", "attn_mask")
@@ -295,12 +268,12 @@ def _weights(
         scores = inserter.method("masked_fill", scores, hidden, -math.inf)
     elif mask is not None:
         scores = inserter.function(operator.add, scores, mask)
-    weights = inlined.softmax = inserter.method("softmax", scores, -1)
+    softmax = weights = inserter.method("softmax", scores, -1)
     if example(weights).dtype != dtype:
         weights = inserter.method("to", weights, dtype)
     if args["dropout_p"] > 0:
         weights = inserter.function(F.dropout, weights, args["dropout_p"], True)
-    return weights, v
+    return softmax, weights, v
 
 
 def _scale(inserter: NodeInserter, args: dict, q: fx.Node) -> float | fx.Node:
@@ -340,3 +313,26 @@ def _kept_by_causality(inserter: NodeInserter, q: fx.Node, k: fx.Node) -> fx.Nod
     device = example(q).device
     ones = inserter.function(torch.ones, tuple(sizes), dtype=torch.bool, device=device)
     return inserter.method("tril", ones)
+
+
+# What the calls of SDPA and FlexAttention have in common.
+
+
+def repeated_heads(inserter: NodeInserter, q: fx.Node, x: fx.Node) -> fx.Node:
+    """Keys or values with as many heads as the query."""
+    heads, kv_heads = example(q).shape[-3], example(x).shape[-3]
+    if sizes_equal(heads, kv_heads):
+        return x
+    if type(heads) is int and type(kv_heads) is int:
+        return inserter.method("repeat_interleave", x, heads // kv_heads, -3)
+    sizes = (inserter.method("size", y, -3) for y in (q, x))
+    repeats = inserter.function(operator.floordiv, *sizes)
+    return inserter.method("repeat_interleave", x, repeats, -3)
+
+
+def check_inputs(nodes: Iterable[fx.Node]) -> None:
+    """Raises Refused where an input of a call is not a plain tensor."""
+    for node in nodes:
+        x = example(node)
+        if x is None or (isinstance(x, Tensor) and not isinstance(x, FakeTensor)):
+            raise Refused(f"{node.name} is not a plain tensor: {type(x).__name__}")

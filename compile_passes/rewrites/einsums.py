@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from compile_passes.ir.edits import NodeInserter
 from compile_passes.ir.graph import example
-from compile_passes.ir.strides import restride
+from compile_passes.ir.insertion import NodeInserter, restride
 from compile_passes.ir.vocabulary import bind, operation
-from compile_passes.rewrites.rewritten_nodes import RewrittenNodes, attempt, replace
+from compile_passes.rewrites.edit_log import Edit, EditLog
 
 Labels = tuple[str, ...]
 _PRODUCTS = ("matmul", "einsum", "linear", "baddbmm", "addbmm", "addmm", "inner", "tensordot")
@@ -95,21 +94,14 @@ def letters(term: str, rank: int) -> Labels:
     return (*before, *(f".{i}" for i in reversed(range(dots))), *after)
 
 
-class RewrittenEinsum(RewrittenNodes):
-    """An einsum that is several nodes now. They stay if one of them was fused."""
-
-    def is_fused(self, fused: set[fx.Node]) -> bool:
-        """Whether any of the nodes is no longer computed."""
-        return not set(self.out.graph.nodes).issuperset(self.nodes)
-
-
-def split_einsums(graph: fx.Graph) -> list[RewrittenNodes]:
+def split_einsums(log: EditLog) -> None:
     """Write einsums of several operands, or in other forms, as einsums of two with an equation."""
-    found = [attempt(_rewritten, n) for n in graph.nodes if operation(n)[0] == "einsum"]
-    return [made for made in found if made is not None]
+    for node in log.graph.nodes:
+        if operation(node)[0] == "einsum":
+            log.attempt(_rewritten, node)
 
 
-def _rewritten(node: fx.Node) -> RewrittenNodes | None:
+def _rewritten(log: EditLog, node: fx.Node) -> Edit | None:
     name, parameters, writes = operation(node)
     given = bind(node, parameters)
     if writes or given.keys() != {"equation", "operands"}:
@@ -117,9 +109,9 @@ def _rewritten(node: fx.Node) -> RewrittenNodes | None:
     e = parsed(given["equation"], given["operands"], _rank)
     if e is None or not 2 <= len(e.operands) <= MAX_OPERANDS or not _is_simple(e):
         return None
-    inserter = NodeInserter(node.graph, node)
+    edit = log.edit(node)
     weights = next((i for i, x in enumerate(e.operands) if _holds_exponentials(x)), None)
-    writer = _Writer(inserter, e)
+    writer = _Writer(edit, e)
     if weights is not None:
         out = writer.value_product(weights)
     elif len(e.operands) == 2:
@@ -127,11 +119,10 @@ def _rewritten(node: fx.Node) -> RewrittenNodes | None:
         out = out and writer.product(*writer.tensors, e.out)
     else:
         out = writer.score_product()
-    if out is None or out.node in e.operands or (len(inserter.nodes) == 1 and _is_same(node, out)):
-        inserter.undo()
+    if out is None or out.node in e.operands or (len(edit.nodes) == 1 and _is_same(node, out)):
+        edit.undo()
         return None
-    made = replace(restride(inserter, out.node, node), inserter, [node], ())
-    return RewrittenEinsum(made.call, made.nodes, made.out, removed=made.removed)
+    return edit.replace(restride(edit, out.node, node), [node])
 
 
 def _rank(x: object) -> int | None:

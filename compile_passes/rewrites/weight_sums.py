@@ -1,4 +1,6 @@
-"""Sums and quotients of attention weights, written so that each weight meets its value."""
+"""Sums and quotients of attention weights, and weights over two sets of keys, written so that each
+softmax has a product with its value.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,10 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from compile_passes.ir.axes import is_one, sizes_equal
-from compile_passes.ir.edits import NodeInserter
 from compile_passes.ir.graph import example
-from compile_passes.ir.strides import restride
+from compile_passes.ir.insertion import NodeInserter, restride
 from compile_passes.ir.vocabulary import bind, operation
-from compile_passes.rewrites.rewritten_nodes import RewrittenNodes, attempt, replace
+from compile_passes.rewrites.edit_log import Edit, EditLog
 
 # Products of a sum of attention weights with a value, as in differential attention, written as the
 # sum of the products: (a - c * b) @ v = a @ v - c * b @ v.
@@ -26,32 +27,26 @@ PRODUCTS = ("matmul", "einsum")
 _FACTORS = ("mul", "div", "neg", "cast", "copy", "dropout")  # what weights pass through
 
 
-def distribute_products(graph: fx.Graph) -> list[RewrittenNodes]:
+def distribute_products(log: EditLog) -> None:
     """Write all products of sums of weights as sums of products."""
-    found: list[RewrittenNodes] = []
-    pending = [node for node in graph.nodes if operation(node)[0] in PRODUCTS]
+    pending = [node for node in log.graph.nodes if operation(node)[0] in PRODUCTS]
     while pending:
-        product = pending.pop()
-        made = attempt(_distributed, product)
-        if made is not None:
-            found.append(made)
-            pending += [node for node in made.nodes if operation(node)[0] in PRODUCTS]
-    return list(reversed(found))  # sums within sums are restored from the inside
+        edit = log.attempt(_distributed, pending.pop())
+        if edit is not None:  # sums within sums follow
+            pending += [node for node in edit.nodes if operation(node)[0] in PRODUCTS]
 
 
-def _distributed(product: fx.Node) -> RewrittenNodes | None:
+def _distributed(log: EditLog, product: fx.Node) -> Edit | None:
     """The sum of two products that replaces one, or None."""
     for total in product.all_input_nodes:
         terms = _terms(total)
-        softmaxes = [softmaxes_of(term) for term in terms]
-        if not any(softmaxes) or list(total.users) != [product]:
+        if not any(map(softmaxes_of, terms)) or list(total.users) != [product]:
             continue
         if product.all_input_nodes.count(total) > 1 or not _is_plain(product):
             continue
-        inserter = NodeInserter(product.graph, product)
-        parts = [with_operand(inserter, product, total, term) for term in terms]
-        out = inserter.function(_function_of(total), *parts)
-        return replace(out, inserter, [total, product], set().union(*softmaxes))
+        edit = log.edit(product)
+        parts = [with_operand(edit, product, total, term) for term in terms]
+        return edit.replace(edit.function(_function_of(total), *parts), [total, product])
     return None
 
 
@@ -153,14 +148,13 @@ def _row_labels(product: fx.Node) -> tuple[str, str] | None:
 _NEW_TENSORS = ("softmax", "add", "sub", "mul", "div")
 
 
-def divide_products(graph: fx.Graph) -> list[RewrittenNodes]:
+def divide_products(log: EditLog) -> None:
     """Write all divisions of weights by their sum as divisions of the product with a value."""
-    divisions = [node for node in graph.nodes if operation(node)[0] == "div"]
-    found = (attempt(_divided_later, node) for node in divisions)
-    return [made for made in found if made is not None]
+    for node in [node for node in log.graph.nodes if operation(node)[0] == "div"]:
+        log.attempt(_divided_later, node)
 
 
-def _divided_later(division: fx.Node) -> RewrittenNodes | None:
+def _divided_later(log: EditLog, division: fx.Node) -> Edit | None:
     _, parameters, writes = operation(division)
     given = bind(division, parameters)
     weights = given.get("input")
@@ -172,23 +166,23 @@ def _divided_later(division: fx.Node) -> RewrittenNodes | None:
     if found is None or set(weights.users) != {found.nodes[0], division}:
         return None
     chain = _until_product(division)
-    inserter = NodeInserter(division.graph, chain[-1] if chain else division)
+    inserter = log.edit(chain[-1] if chain else division)
     total = _total(inserter, weights)
     if isinstance(total, float) and found.of(total):
         inserter.undo()
-        inserter = NodeInserter(division.graph, division)
+        inserter = log.edit(division)
         out = inserter.function(operator.mul, weights, 1.0 / found.of(total))
-        return replace(out, inserter, [*found.nodes, division], softmaxes_of(weights))
+        return inserter.replace(out, [*found.nodes, division])
     if isinstance(total, fx.Node) and chain:
         rows = _without_keys(inserter, found.of(total, inserter), example(weights).dim())
         made = _undivided_product(inserter, weights, division, chain)
         out = with_rows(inserter, operator.truediv, made, chain[-1], rows)
-        return replace(out, inserter, [*found.nodes, division, *chain], softmaxes_of(weights))
+        return inserter.replace(out, [*found.nodes, division, *chain])
     inserter.undo()
     if total is not None:
         return None
-    by_logarithm = _by_logarithm(division, weights, found)
-    return by_logarithm or _by_feature(division, weights, found, chain)
+    by_logarithm = _by_logarithm(log, division, weights, found)
+    return by_logarithm or _by_feature(log, division, weights, found, chain)
 
 
 def _undivided_product(
@@ -203,8 +197,8 @@ def _undivided_product(
 
 
 def _by_feature(
-    division: fx.Node, weights: fx.Node, total: Total, chain: list[fx.Node]
-) -> RewrittenNodes | None:
+    log: EditLog, division: fx.Node, weights: fx.Node, total: Total, chain: list[fx.Node]
+) -> Edit | None:
     """(w / sum(w)) @ v, where the sum is that of the product with ones, a further feature of v.
     Weights that are dropped out after the division have another sum.
     """
@@ -212,7 +206,7 @@ def _by_feature(
     where = _feature_dims(chain[-1]) if chain and not dropped else None
     if where is None:
         return None
-    inserter, product = NodeInserter(division.graph, chain[-1]), chain[-1]
+    inserter, product = log.edit(chain[-1]), chain[-1]
     value = product.args[-1]
     one = inserter.function(operator.getitem, value, _at(value, where[0], slice(0, 1)))
     ones = inserter.function(torch.ones_like, one)
@@ -225,7 +219,7 @@ def _by_feature(
     rows, sums = (inserter.function(operator.getitem, both, _at(both, where[1], x)) for x in parts)
     out = inserter.function(operator.truediv, rows, total.of(sums, inserter))
     out = restride(inserter, out, product)
-    return replace(out, inserter, [*total.nodes, division, *chain], softmaxes_of(weights))
+    return inserter.replace(out, [*total.nodes, division, *chain])
 
 
 def _feature_dims(product: fx.Node) -> tuple[int, int] | None:
@@ -249,7 +243,7 @@ def _at(x: fx.Node, dim: int, index: slice) -> tuple:
     return tuple(full)
 
 
-def _by_logarithm(division: fx.Node, weights: fx.Node, total: Total) -> RewrittenNodes | None:
+def _by_logarithm(log: EditLog, division: fx.Node, weights: fx.Node, total: Total) -> Edit | None:
     """softmax(s) * g / sum(softmax(s) * g) as softmax(s + log(g)), for positive gates g."""
     name, parameters, writes = operation(weights)
     given = bind(weights, parameters)
@@ -260,12 +254,12 @@ def _by_logarithm(division: fx.Node, weights: fx.Node, total: Total) -> Rewritte
     if operation(softmax)[0] != "softmax" or list(softmax.users) != [weights]:
         return None
     scores = softmax.args[0] if softmax.args else None
-    inserter = NodeInserter(division.graph, division)
-    log = _logarithm(inserter, gate) if isinstance(gate, fx.Node) and scores else None
-    if log is None or example(log).dtype != example(scores).dtype:
+    inserter = log.edit(division)
+    shift = _logarithm(inserter, gate) if isinstance(gate, fx.Node) and scores else None
+    if shift is None or example(shift).dtype != example(scores).dtype:
         inserter.undo()
         return None
-    added = inserter.function(operator.add, scores, log)
+    added = inserter.function(operator.add, scores, shift)
     if not are_alike(example(added), example(scores)):
         inserter.undo()
         return None
@@ -273,7 +267,7 @@ def _by_logarithm(division: fx.Node, weights: fx.Node, total: Total) -> Rewritte
     if not are_alike(example(out), example(division)):
         inserter.undo()
         return None
-    return replace(out, inserter, [softmax, weights, *total.nodes, division], {out})
+    return inserter.replace(out, [softmax, weights, *total.nodes, division])
 
 
 def _logarithm(inserter: NodeInserter, gate: fx.Node, depth: int = 4) -> fx.Node | None:
@@ -433,3 +427,148 @@ def _without_keys(inserter: NodeInserter, total: fx.Node, rank: int) -> fx.Node:
     for _ in range(rank - example(total).dim()):
         total = inserter.method("unsqueeze", total, 0)
     return inserter.method("squeeze", total, -1)
+
+
+# One softmax over two sets of keys, each with its own values, as the attention over each set: with
+# the log-sum-exp of its scores, each has the share sigmoid(lse - other lse) of the result.
+
+
+_BETWEEN = ("cast", "copy", "dropout")  # operations on single weights
+
+
+class JoinedKeys(NamedTuple):
+    """Two tensors of scores, the operations on their concatenation (biases, then the softmax), and
+    the products of the two parts of the weights with values, which are added.
+    """
+
+    scores: list[fx.Node]
+    joined: fx.Node
+    chain: list[fx.Node]
+    parts: list[fx.Node]
+    products: list[fx.Node]
+    total: fx.Node
+
+
+def split_joined_keys(log: EditLog) -> None:
+    """Write every softmax over two sets of keys as one over each."""
+    for node in [node for node in log.graph.nodes if operation(node)[0] == "cat"]:
+        log.attempt(_joined_and_split, node)
+
+
+def _joined_and_split(log: EditLog, node: fx.Node) -> Edit | None:
+    joined = _joined_keys(node)
+    return None if joined is None else _split(log.edit(joined.total), joined)
+
+
+def _joined_keys(node: fx.Node) -> JoinedKeys | None:
+    given = bind(node, "tensors dim")
+    scores, dim = given.get("tensors"), given.get("dim", 0)
+    if not isinstance(scores, (tuple, list)) or len(scores) != 2 or not _is_tensor(node):
+        return None
+    rank = example(node).dim()
+    if dim not in (-1, rank - 1) or any(is_one(example(x).shape[-1]) for x in scores):
+        return None
+    chain = _chain(node, rank)
+    parts = _parts(chain[-1], scores, rank) if chain else None
+    if not parts or any(len(part.users) != 1 for part in parts):
+        return None
+    products = [next(iter(part.users)) for part in parts]
+    totals = {user for product in products for user in product.users}
+    if not all(map(is_product_of, products, parts)) or len(totals) != 1 or len({*products}) != 2:
+        return None
+    (total,) = totals
+    is_sum = operation(total)[0] == "add" and not total.kwargs and not operation(total)[2]
+    both = set(total.args) == set(products)
+    return JoinedKeys(scores, node, chain, parts, products, total) if is_sum and both else None
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(example(node), Tensor)
+
+
+def _chain(node: fx.Node, rank: int) -> list[fx.Node]:
+    """The operations between the joined scores and the parts of the weights; [] if unknown."""
+    chain: list[fx.Node] = []
+    softmaxes = 0
+    while len(node.users) == 1:
+        (user,) = node.users
+        name, parameters, writes = operation(user)
+        if name == "softmax" and bind(user, parameters).get("dim") in (-1, rank - 1):
+            softmaxes += 1
+        elif name not in _BETWEEN and not (_is_bias(user, node) and not softmaxes):
+            break
+        if writes or user.args[:1] != (node,):
+            return []
+        chain.append(user)
+        node = user
+    return chain if softmaxes == 1 else []
+
+
+def _is_bias(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a tensor of as many keys is added to the scores."""
+    x = user.args[1] if operation(user)[0] == "add" and len(user.args) == 2 else None
+    keys = example(node).shape[-1]
+    bias = isinstance(x, fx.Node) and isinstance(example(x), Tensor) and not user.kwargs
+    return bias and example(x).dim() > 0 and sizes_equal(example(x).shape[-1], keys)
+
+
+def _parts(weights: fx.Node, scores: list[fx.Node], rank: int) -> list[fx.Node] | None:
+    """The slices of the weights that belong to each set of keys; None if there are others."""
+    first = example(scores[0]).shape[-1]
+    found: dict[int, fx.Node] = {}
+    for user in weights.users:
+        index = user.args[1] if operation(user)[0] == "getitem" else None
+        index = index if isinstance(index, tuple) else (index,)
+        last = index[-1]
+        whole = all(i is Ellipsis or i == slice(None) for i in index[:-1])
+        full = Ellipsis in index[:-1] or len(index) == rank
+        if not isinstance(last, slice) or last.step not in (None, 1) or not (whole and full):
+            return None
+        start, stop = (_size(x) for x in (last.start, last.stop))
+        if start in (None, 0) and _equal(stop, first):
+            found[0] = user
+        elif _equal(start, first) and (stop is None or _equal(stop, example(weights).shape[-1])):
+            found[1] = user
+    return [found[0], found[1]] if len(found) == len(weights.users) == 2 else None
+
+
+def _size(x: object) -> object:
+    return example(x) if isinstance(x, fx.Node) else x
+
+
+def _equal(a: object, b: object) -> bool:
+    return isinstance(a, (int, torch.SymInt)) and sizes_equal(a, b)
+
+
+def _split(inserter: Edit, joined: JoinedKeys) -> Edit:
+    products, lses = [], []
+    for index, part in enumerate(joined.parts):
+        node = scores = joined.scores[index]
+        for step in joined.chain:
+            if operation(step)[0] == "softmax":
+                scores = node
+            node = _again(inserter, step, step.args[0], node, part)
+        products.append(with_operand(inserter, joined.products[index], part, node))
+        lses.append(scores)
+    lses = [inserter.method("logsumexp", scores, -1) for scores in lses]
+    first = inserter.method("sigmoid", inserter.function(operator.sub, *lses))
+    shares = first, inserter.function(operator.sub, 1.0, first)
+    outs = [
+        with_rows(inserter, operator.mul, product, like, share)
+        for product, like, share in zip(products, joined.products, shares, strict=True)
+    ]
+    out = inserter.function(operator.add, *outs)
+    removed = [joined.joined, *joined.chain, *joined.parts, *joined.products, joined.total]
+    return inserter.replace(out, removed)
+
+
+def _again(
+    inserter: NodeInserter, node: fx.Node, old: fx.Node, new: fx.Node, part: fx.Node
+) -> fx.Node:
+    """An operation of the chain on one part of the keys, which the slice `part` selects."""
+    if operation(node)[0] == "add":
+        bias = inserter.function(operator.getitem, node.args[1], (Ellipsis, part.args[1][-1]))
+        return inserter.function(operator.add, new, bias)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: new if n is old else n)
+    insert = inserter.method if node.op == "call_method" else inserter.function
+    return insert(node.target, *args, **kwargs)

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from compile_passes.ir.axes import sizes_equal
-from compile_passes.ir.edits import NodeInserter
 from compile_passes.ir.graph import example, run
+from compile_passes.ir.insertion import NodeInserter
 from compile_passes.ir.vocabulary import bind, operation, raw_name
-from compile_passes.report import log
-from compile_passes.rewrites.rewritten_nodes import RewrittenNodes, RewrittenWrite, attempt
+from compile_passes.rewrites.edit_log import Edit, EditLog
 
 # Writes to a part of the scores, as operations on all of them: `s[..., 9:] = -inf` and
 # `s.diagonal(0, -2, -1).fill_(-inf)` are masks, `s[:, :, 1:, 1:] += bias` adds a bias that is
@@ -40,20 +39,21 @@ class IndexedWrite(NamedTuple):
         return example(self.target)
 
 
-def rewrite_indexed_writes(graph: fx.Graph) -> list[RewrittenNodes]:
+def rewrite_indexed_writes(log: EditLog) -> None:
     """Write all that set a part of a tensor to a number, or add to a part, without an index."""
-    writes = [node for node in graph.nodes if node.target in (operator.setitem, "fill_")]
-    found = [made for made in (attempt(_without_index, node) for node in writes) if made]
-    return list(reversed(found))  # each may read the result of those before it
+    writes = [node for node in log.graph.nodes if node.target in (operator.setitem, "fill_")]
+    for node in writes:
+        log.attempt(_without_index, node)
 
 
-def _without_index(node: fx.Node) -> RewrittenNodes | None:
+def _without_index(log: EditLog, node: fx.Node) -> None:
     if node.target == "fill_":
-        return _filled_diagonal(node)
+        _filled_diagonal(log, node)
+        return
     write = _indexed_write(node)
-    if write is None:
-        return None
-    return _filled(write) if _is_number(write.value) else _added(write)
+    if write is not None:
+        rewritten = _filled if _is_number(write.value) else _added
+        rewritten(log.edit(node, writes=True), write)
 
 
 def _is_number(x: object) -> bool:
@@ -116,13 +116,12 @@ def _is_range(i: object) -> bool:
     return all(x is None or type(x) is int for x in (i.start, i.stop))
 
 
-def _filled(write: IndexedWrite) -> RewrittenNodes | None:
+def _filled(inserter: Edit, write: IndexedWrite) -> None:
     """A number in the place of some elements."""
     selected = [(d, x) for d, x in enumerate(write.entries) if x not in (None, slice(None))]
     sizes = write.tensor.shape
     if not selected or any(not _is_static(x, sizes[d]) for d, x in selected):
-        return None
-    inserter = NodeInserter(write.node.graph, write.node)
+        return
     mask = None
     for dim, x in selected:
         condition = x if isinstance(x, fx.Node) else _in_range(inserter, write.tensor, dim, x)
@@ -130,27 +129,27 @@ def _filled(write: IndexedWrite) -> RewrittenNodes | None:
             condition = inserter.method("unsqueeze", condition, -1)
         mask = inserter.function(operator.and_, mask, condition) if mask else condition
     out = inserter.method("masked_fill", write.target, mask, write.value)
-    return _replaced(write, inserter, out, [write.node])
+    _replace(write, inserter, out, [write.node])
 
 
-def _filled_diagonal(node: fx.Node) -> RewrittenNodes | None:
+def _filled_diagonal(log: EditLog, node: fx.Node) -> None:
     """A number on a diagonal of the last two dimensions."""
     part, *numbers = node.args
     is_diagonal = part.op.startswith("call") and raw_name(part) == "diagonal"
     if not is_diagonal or node.users or len(part.users) != 1 or len(numbers) != 1:
-        return None
+        return
     given = bind(part, "input offset dim1 dim2")
     target, offset = given["input"], given.get("offset", 0)
     x, order = example(target), {n: i for i, n in enumerate(node.graph.nodes)}
     dims = [given.get(name, default) % x.dim() for name, default in (("dim1", 0), ("dim2", 1))]
     last_two = dims == [x.dim() - 2, x.dim() - 1] and _are_static((*x.shape[-2:], offset))
     if not last_two or not x.dtype.is_floating_point or not is_new(target, order):
-        return None
-    inserter = NodeInserter(node.graph, node)
+        return
+    inserter = log.edit(node, writes=True)
     mask = inserter.function(torch.ones, *x.shape[-2:], dtype=torch.bool, device=x.device)
     mask = inserter.method("tril", inserter.method("triu", mask, offset), offset)
     out = inserter.method("masked_fill", target, mask, *numbers)
-    return _replaced(IndexedWrite(node, target, [], *numbers), inserter, out, [part, node])
+    _replace(IndexedWrite(node, target, [], *numbers), inserter, out, [part, node])
 
 
 def _is_static(x: object, size: object) -> bool:
@@ -169,13 +168,12 @@ def _in_range(inserter: NodeInserter, x: Tensor, dim: int, entry: int | slice) -
     return inserter.function(operator.and_, above, inserter.function(operator.lt, positions, stop))
 
 
-def _added(write: IndexedWrite) -> RewrittenNodes | None:
+def _added(inserter: Edit, write: IndexedWrite) -> None:
     """The elements that were there plus other tensors: these are padded with zeros."""
     padding = _padding(write)
     steps = _steps(write.value, write) if padding is not None else None
     if not steps:
-        return None
-    inserter = NodeInserter(write.node.graph, write.node)
+        return
     total = None
     for before, step in zip(steps, steps[1:], strict=False):
         name, parameters, _ = operation(step)
@@ -189,15 +187,15 @@ def _added(write: IndexedWrite) -> RewrittenNodes | None:
             total = total and _are_static(shape) and inserter.method("reshape", total, shape)
             if not total:
                 inserter.undo()
-                return None
+                return
     total = total and _expanded(inserter, total, example(steps[-1]).shape, len(padding) // 2)
     if not total:
         inserter.undo()
-        return None
+        return
     if padding:
         total = inserter.function(F.pad, total, padding)
     out = inserter.function(operator.add, write.target, total)
-    return _replaced(write, inserter, out, [*steps, write.node])
+    _replace(write, inserter, out, [*steps, write.node])
 
 
 def _expanded(
@@ -263,23 +261,18 @@ def _steps(node: object, write: IndexedWrite) -> list[fx.Node] | None:
     return [*before, node] if known and not grown else None
 
 
-def _replaced(
-    write: IndexedWrite, inserter: NodeInserter, out: fx.Node, nodes: list[fx.Node]
-) -> RewrittenNodes | None:
-    """The write replaced by `out`, which later readers of the target read."""
+def _replace(write: IndexedWrite, edit: Edit, out: fx.Node, nodes: list[fx.Node]) -> None:
+    """Replace the write by `out`, which later readers of the target read."""
     order = {n: i for i, n in enumerate(write.node.graph.nodes)}
-    others = [user for user in write.target.users if user not in (*nodes, *inserter.nodes)]
+    others = [user for user in write.target.users if user not in (*nodes, *edit.nodes)]
     earlier = [user for user in others if order[user] < order[write.node]]
     if any(isinstance(example(user), Tensor) for user in earlier):
-        inserter.undo()  # a view that is read later would see the write
-        return None
-    removed = [(node, node.args, node.kwargs) for node in nodes]
+        edit.undo()  # a view that is read later would see the write
+        return
     out.meta.update(write.target.meta)
-    for user in set(others) - set(earlier):
-        user.replace_input_with(write.target, out)
+    edit.redirect(write.target, out, [user for user in others if user not in earlier])
     for node in reversed(nodes):
-        node.graph.erase_node(node)
-    return RewrittenWrite(write.target, inserter.nodes, out, removed=removed)
+        edit.erase(node)
 
 
 # Operations in place on a view of a new tensor, as operations on the tensor: after `scores.view(B *
@@ -297,19 +290,16 @@ _OPERATORS = {
 _SHAPES = ("view", "unsqueeze", "squeeze", "unflatten")  # never copies, as those of `reshape`
 
 
-def rewrite_viewed_writes(graph: fx.Graph) -> None:
+def rewrite_viewed_writes(log: EditLog) -> None:
     """Rewrite all operations in place on views of new tensors."""
-    for node in list(graph.nodes):
+    for node in list(log.graph.nodes):
         view = node.args[0] if node.op.startswith("call") and node.args else None
         if not isinstance(view, fx.Node) or not _is_in_place(node):
             continue
-        try:
-            if view.target is operator.getitem:
-                _write_part(node, view)
-            elif _is_whole_view(view):
-                _write_whole(node, view)
-        except Exception:  # a bug of the pass must not break the user's compilation
-            log.warning("could not rewrite %s", node, exc_info=True)
+        if view.target is operator.getitem:
+            log.attempt(_write_part, node)
+        elif _is_whole_view(view):
+            log.attempt(_write_whole, node)
 
 
 def _is_in_place(node: fx.Node) -> bool:
@@ -324,13 +314,14 @@ def _is_whole_view(node: fx.Node) -> bool:
     return shaped or (name == "permute" and not writes)
 
 
-def _write_part(node: fx.Node, part: fx.Node) -> None:
+def _write_part(log: EditLog, node: fx.Node) -> None:
     """`x[i].fill_(a)` and `x[i].add_(y)`, which nothing else reads, as writes by index."""
+    part = node.args[0]
     x, index = part.args
     basic = all(_is_basic(i) for i in (index if isinstance(index, tuple) else (index,)))
     if not basic or node.users or len(part.users) != 1 or not isinstance(example(x), Tensor):
         return
-    inserter = NodeInserter(node.graph, node)
+    inserter = log.edit(node, writes=True)
     value = 0.0 if node.target == "zero_" else None
     if node.target == "fill_" and len(node.args) == 2:
         value = node.args[1]
@@ -340,9 +331,9 @@ def _write_part(node: fx.Node, part: fx.Node) -> None:
         inserter.undo()
         return
     inserter.function(operator.setitem, x, index, value)
-    node.graph.erase_node(node)
+    inserter.erase(node)
     if not part.users:
-        node.graph.erase_node(part)
+        inserter.erase(part)
 
 
 def _is_basic(i: object) -> bool:
@@ -350,8 +341,9 @@ def _is_basic(i: object) -> bool:
     return isinstance(i, (int, slice)) or i is Ellipsis or i is None
 
 
-def _write_whole(node: fx.Node, view: fx.Node) -> None:
+def _write_whole(log: EditLog, node: fx.Node) -> None:
     """An operation on a view of all elements, as one on the tensor; views are made again."""
+    view = node.args[0]
     views = [view]
     while _is_whole_view(views[-1].args[0]):
         views.append(views[-1].args[0])
@@ -362,7 +354,7 @@ def _write_whole(node: fx.Node, view: fx.Node) -> None:
     names = _names(base, node, order) if is_new(base, order) else None
     if names is None:
         return
-    inserter = NodeInserter(node.graph, node)
+    inserter = log.edit(node, writes=True)
     out = _computed(inserter, node)
     for x in views:
         out = out and _undone(inserter, out, x)
@@ -374,13 +366,13 @@ def _write_whole(node: fx.Node, view: fx.Node) -> None:
         make = inserter.method if x.op == "call_method" else inserter.function
         again[x] = make(x.target, again[x.args[0]], *x.args[1:], **x.kwargs)
     for name in names:
-        for user in [user for user in name.users if order.get(user, -1) > order[node]]:
-            user.replace_input_with(name, again[name])
-    node.replace_all_uses_with(again[view])
-    node.graph.erase_node(node)
+        later = [user for user in name.users if order.get(user, -1) > order[node]]
+        inserter.redirect(name, again[name], later)
+    inserter.redirect(node, again[view])
+    inserter.erase(node)
     for x in reversed(names):
         if not again[x].users:
-            node.graph.erase_node(again[x])
+            inserter.erase(again[x])
 
 
 def _names(base: fx.Node, node: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:

@@ -41,7 +41,11 @@ def fuse(function: Callable, dynamic: bool | None = None, aot: bool = False) -> 
     """Compile with the pass alone; with `aot`, AOTAutograd traces the result."""
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
-        fusion.findings += compile_passes.fuse_module(gm)
+        captured = printed(gm)
+        findings = compile_passes.fuse_module(gm)
+        if not any(finding.fused for finding in findings):
+            assert printed(gm) == captured, "a graph without fusion is left as it was captured"
+        fusion.findings += findings
         for module in gm.modules():
             if isinstance(module, fx.GraphModule):
                 module.graph.lint()
@@ -52,6 +56,13 @@ def fuse(function: Callable, dynamic: bool | None = None, aot: bool = False) -> 
     torch._dynamo.reset()
     fusion = Fusion(torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True))
     return fusion
+
+
+def printed(module: fx.GraphModule) -> list[str]:
+    """Every node with its name and arguments in order, also those of graphs inside."""
+    graphs = (x.graph for x in module.modules() if isinstance(x, fx.GraphModule))
+    nodes = (node for graph in graphs for node in graph.nodes)
+    return [f"{node.name} = {node.target} {node.args} {node.kwargs}" for node in nodes]
 
 
 def qkv(dtype: torch.dtype = torch.float32, **shape: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,12 +1,13 @@
-"""Sums of weights, joined keys, normalised weights and writes by index: written in another form
-where that is fused, else restored.
-"""
+"""Rewrites before matching: what they make stays where it is fused, and is restored elsewhere."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from compile_passes.rewrites import REWRITES
 from tests.compile_passes.cases import Case, bhsd
 from tests.compile_passes.helpers import check, fuse, results, verified
 from tests.compile_passes.spellings import CASES
@@ -82,3 +83,23 @@ def test_an_input_that_was_replaced_keeps_the_new_form():
     for actual, expected in zip(results(fusion.run, inputs, True), results(function, inputs, True)):
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     assert fusion.fused == 1
+
+
+def test_a_write_is_not_restored_before_a_fused_call_that_reads_the_tensor():
+    """The call stands where the product with the value was, after the write."""
+
+    def function(q, k, v, table):
+        bias = table * 1.0
+        weights = (q @ k.mT + bias).softmax(-1)
+        bias.view(-1).mul_(3.0)
+        return weights @ v, bias
+
+    q, k, v = (torch.randn(2, 4, 12, 8) for _ in range(3))
+    fusion = check(function, (q, k, v, torch.randn(12, 12)))
+    assert "mul_" not in fusion.code.replace("mul_1", "")
+
+
+def test_the_page_on_fusion_lists_the_rewrites():
+    page = Path(__file__).parents[2] / "docs/fusion.md"
+    rows = "\n".join(f"| {rewrite.name} | {rewrite.reason} |" for rewrite in REWRITES)
+    assert f"|---|---|\n{rows}\n\n" in page.read_text()

@@ -19,17 +19,12 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_kno
 from torch.fx.node import map_arg
 
 from compile_passes.ir.axes import Size, is_one, sizes_equal
-from compile_passes.ir.edits import NodeInserter
 from compile_passes.ir.graph import example, written_nodes
-from compile_passes.ir.inlined_call import (
-    Inlined,
-    InlinedAttention,
-    attempt,
-    check_inputs,
-    repeated_heads,
-)
+from compile_passes.ir.insertion import NodeInserter
 from compile_passes.ir.vocabulary import bind, operation, raw_name
 from compile_passes.report import Refused
+from compile_passes.rewrites.attention_calls import check_inputs, repeated_heads
+from compile_passes.rewrites.edit_log import AttentionCall, EditLog
 
 NAME = "flex_attention"
 NO_LIMIT = 2**30  # the block of a call without a BlockMask
@@ -50,46 +45,42 @@ def is_flex(node: fx.Node) -> bool:
     return higher_order and raw_name(node) == NAME
 
 
-def inline_flex(graph: fx.Graph) -> Inlined:
-    """The inlined calls, and the reasons why others are left as they are."""
-    return {node: attempt(_inlined, node) for node in filter(is_flex, list(graph.nodes))}
+def write_out_flex(log: EditLog) -> None:
+    """Write out the calls of FlexAttention."""
+    for node in filter(is_flex, list(log.graph.nodes)):
+        log.write_out(node, _write_out, NAME)
 
 
-def _inlined(call: fx.Node) -> InlinedAttention:
+def _write_out(log: EditLog, call: fx.Node) -> None:
     q, k, v, _, block_mask, scale, _, score_buffers, mask_buffers = call.args
     score_mod, mask_mod = (_subgraph(call, x) for x in (call.args[3], block_mask[-1]))
     _check_call(call, block_mask)
     part = next((user for user in call.users if user.args[1] == 0), None)
     if part is None:
         raise Refused("its result is not read")
-    inserter = NodeInserter(call.graph, call)
+    inserter = log.edit(call)
     dtype = example(q).dtype
-    try:
-        k, v = (repeated_heads(inserter, q, x) for x in (k, v))
-        scores = inserter.method("matmul", q, inserter.method("transpose", k, -1, -2))
-        if dtype.itemsize < 4:  # score_mod is given the sum in float32
-            scores = inserter.method("to", scores, torch.float32)
-        scores = inserter.function(operator.mul, scores, scale)
-        indices = _indices(inserter, scores)
-        scores = _applied(inserter, score_mod, (scores, *indices), score_buffers)
-        kept = _applied(inserter, mask_mod, indices, mask_buffers)
-        if not _mask_mod_decides(call, block_mask, mask_mod):
-            kept = kept_by_blocks(inserter, kept, indices, block_mask)
-        hidden = inserter.function(torch.logical_not, kept)
-        scores = inserter.method("masked_fill", scores, hidden, -torch.inf)
-        softmax = weights = inserter.method("softmax", scores, -1)
-        if example(weights).dtype != dtype:
-            weights = inserter.method("to", weights, dtype)
-        out = inserter.method("matmul", weights, v)
-        if example(out).shape != example(part).shape or example(out).dtype != dtype:
-            raise Refused("score_mod changes the shape or dtype of the scores")
-    except BaseException:
-        inserter.undo()
-        raise
-    out.meta.update(part.meta)
-    part.replace_all_uses_with(out)
+    k, v = (repeated_heads(inserter, q, x) for x in (k, v))
+    scores = inserter.method("matmul", q, inserter.method("transpose", k, -1, -2))
+    if dtype.itemsize < 4:  # score_mod is given the sum in float32
+        scores = inserter.method("to", scores, torch.float32)
+    scores = inserter.function(operator.mul, scores, scale)
+    indices = _indices(inserter, scores)
+    scores = _applied(inserter, score_mod, (scores, *indices), score_buffers)
+    kept = _applied(inserter, mask_mod, indices, mask_buffers)
+    if not _mask_mod_decides(call, block_mask, mask_mod):
+        kept = kept_by_blocks(inserter, kept, indices, block_mask)
+    hidden = inserter.function(torch.logical_not, kept)
+    scores = inserter.method("masked_fill", scores, hidden, -torch.inf)
+    softmax = weights = inserter.method("softmax", scores, -1)
+    if example(weights).dtype != dtype:
+        weights = inserter.method("to", weights, dtype)
+    out = inserter.method("matmul", weights, v)
+    if example(out).shape != example(part).shape or example(out).dtype != dtype:
+        raise Refused("score_mod changes the shape or dtype of the scores")
+    inserter.supersede(call, out)
     has_mask = _computes(score_mod) or _computes(mask_mod)
-    return InlinedAttention(call, inserter.nodes, out, part, softmax, NAME, has_mask)
+    log.calls[softmax] = AttentionCall(call, NAME, inserter.nodes, softmax, has_mask)
 
 
 def _check_call(call: fx.Node, block_mask: tuple) -> None:

@@ -1,6 +1,6 @@
-"""Operations that read the shape, dtype or device of a tensor and none of its values, such as
-`mask.type_as(scores)` or `scores.new_zeros(n)`. They are written with what they read, so that they
-do not keep the tensor alive.
+"""Readers of scores and weights that need no values: unused nodes, which are dropped, and
+operations that read the shape, dtype or device of a tensor, such as `mask.type_as(scores)` or
+`scores.new_zeros(n)`, which are written with what they read, so that they do not keep it alive.
 """
 
 from __future__ import annotations
@@ -12,29 +12,41 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from compile_passes.ir.axes import Size
-from compile_passes.ir.graph import example
+from compile_passes.ir.graph import example, has_no_effect
 from compile_passes.ir.vocabulary import bind, raw_name
+from compile_passes.rewrites.edit_log import Edit, EditLog
 
 _CREATIONS = {"zeros": torch.zeros, "ones": torch.ones, "full": torch.full}
 _AS_SECOND = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape"}
 _CREATION_KEYWORDS = {"dtype", "device", "size", "fill_value"}
 
 
-def detach_metadata_readers(graph: fx.Graph) -> None:
+def drop_unused_nodes(log: EditLog) -> None:
+    """Erase unused nodes that have no effect, the last first, such as copies of the scores or
+    averages of the weights that the caller ignores.
+    """
+    edit = log.edit(log.graph.output_node(), tidies=True)
+    for node in reversed(list(log.graph.nodes)):
+        if not node.users and has_no_effect(node):
+            edit.erase(node)
+
+
+def detach_metadata_readers(log: EditLog) -> None:
     """Rewrite the readers of metadata of computed tensors in place, where all is known."""
+    edit = log.edit(log.graph.output_node(), tidies=True)
     sizes: dict[sympy.Expr, fx.Node] = {}  # nodes that hold a size without reading such a tensor
-    for node in graph.nodes:
+    for node in log.graph.nodes:
         if isinstance(example(node), SymInt):
-            _rewrite_size(node, sizes)
+            _rewrite_size(edit, node, sizes)
         elif node.op in ("call_function", "call_method") and isinstance(example(node), Tensor):
-            _rewrite(node, sizes)
+            _rewrite(edit, node, sizes)
 
 
-def _rewrite_size(node: fx.Node, sizes: dict[sympy.Expr, fx.Node]) -> None:
+def _rewrite_size(edit: Edit, node: fx.Node, sizes: dict[sympy.Expr, fx.Node]) -> None:
     """Let another node take the place of a size that is read from a computed tensor."""
     expr = example(node).node.expr
     if expr in sizes:
-        node.replace_all_uses_with(sizes[expr])
+        edit.redirect(node, sizes[expr])
     elif all(x.op in ("placeholder", "get_attr") for x in node.all_input_nodes):
         sizes[expr] = node
 
@@ -46,28 +58,31 @@ def _is_computed(x: object) -> bool:
     return isinstance(example(x), Tensor) and example(x).is_floating_point()
 
 
-def _rewrite(node: fx.Node, sizes: dict[sympy.Expr, fx.Node]) -> None:
+def _rewrite(edit: Edit, node: fx.Node, sizes: dict[sympy.Expr, fx.Node]) -> None:
     name = raw_name(node)
     if name.startswith("new_") or name.endswith("_like"):
-        _rewrite_creation(node, name, sizes)
+        _rewrite_creation(edit, node, name, sizes)
     elif len(node.args) == 2 and not node.kwargs and _is_computed(node.args[1]):
         x, other = node.args
         if name == "type_as" or (name == "to" and isinstance(x, fx.Node)):
-            _rewrite_conversion(node, example(other))
+            _rewrite_conversion(edit, node, example(other))
         elif name in _AS_SECOND:
             shape = _known_sizes(example(other).shape, sizes)
             if shape is not None:
-                _become(node, _AS_SECOND[name], (x, *shape))
+                edit.change(node, "call_method", _AS_SECOND[name], (x, *shape), {})
 
 
-def _rewrite_conversion(node: fx.Node, like: Tensor) -> None:
+def _rewrite_conversion(edit: Edit, node: fx.Node, like: Tensor) -> None:
     """x.to(other) or x.type_as(other)"""
     x = node.args[0]
     same_device = isinstance(example(x), Tensor) and example(x).device == like.device
-    _become(node, "to", (x, like.dtype) if same_device else (x, like.device, like.dtype))
+    args = (x, like.dtype) if same_device else (x, like.device, like.dtype)
+    edit.change(node, "call_method", "to", args, {})
 
 
-def _rewrite_creation(node: fx.Node, name: str, sizes: dict[sympy.Expr, fx.Node]) -> None:
+def _rewrite_creation(
+    edit: Edit, node: fx.Node, name: str, sizes: dict[sympy.Expr, fx.Node]
+) -> None:
     """x.new_zeros(...), torch.zeros_like(x) and the like, as a contiguous tensor of its own."""
     kind = name.removeprefix("new_").removesuffix("_like")
     if kind not in _CREATIONS or not node.args or not _is_computed(node.args[0]):
@@ -85,9 +100,8 @@ def _rewrite_creation(node: fx.Node, name: str, sizes: dict[sympy.Expr, fx.Node]
     whole = isinstance(shape, (tuple, list)) and len(shape) == 1 and isinstance(shape[0], fx.Node)
     if whole and not isinstance(example(shape[0]), (int, SymInt)):
         shape = shape[0]  # a torch.Size
-    node.op, node.target = "call_function", _CREATIONS[kind]
-    node.args = (shape, *fill)
-    node.kwargs = {"dtype": result.dtype, "device": result.device}
+    options = {"dtype": result.dtype, "device": result.device}
+    edit.change(node, "call_function", _CREATIONS[kind], (shape, *fill), options)
 
 
 def _parameters(name: str) -> str:
@@ -106,8 +120,3 @@ def _known_size(n: Size, sizes: dict[sympy.Expr, fx.Node]) -> int | fx.Node | No
         expr = n.node.expr
         return int(expr) if expr.is_number else sizes.get(expr)
     return n
-
-
-def _become(node: fx.Node, method: str, args: tuple) -> None:
-    node.op, node.target = "call_method", method
-    node.args, node.kwargs = args, {}

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 
 from compile_passes.ir.axes import Axis, Dims, Group, all_axes, resolve
-from compile_passes.ir.graph import Value
+from compile_passes.ir.graph import Value, is_tensor
 
 # A fill at or below this is taken as a mask: exp(fill - score) is 0 in every dtype.
 MAX_MASK_FILL = -1e4
@@ -266,3 +266,13 @@ class Core:
 
 
 State = Tracked | Mismatch
+
+
+def without_cast(leaf: Leaf) -> Leaf:
+    """A mask of 0 and 1 before it was cast from bool."""
+    x = leaf.value
+    if isinstance(x, Value) and x.op == "cast" and not x.writes:
+        inner = x.args.get("input")
+        if is_tensor(inner) and inner.dtype == torch.bool:
+            return Leaf(inner, leaf.dims)
+    return leaf
