@@ -22,7 +22,7 @@ from fa_ops.distributed import (
     shard,
 )
 from fa_ops.distributed.layout import whole_group
-from hf_integration import key_ranges, latent, packing
+from hf_integration import call_rewrites, key_ranges, operators
 from hf_integration.encodings import MaskArguments, PackingHint
 
 if TYPE_CHECKING:
@@ -191,7 +191,9 @@ def _layout(layout, tokens: int, positions: Tensor, mesh_or_group) -> str | Sequ
         )
     documents = None
     if layout == "auto":
-        documents = packing.documents(positions, None) if positions.shape[0] == 1 else None
+        documents = (
+            call_rewrites.packed_documents(positions, None) if positions.shape[0] == 1 else None
+        )
         layout = "zigzag"
     _, _, size = whole_group(mesh_or_group)
     count = 2 * size if layout == "zigzag" and documents is None else size
@@ -240,9 +242,11 @@ def whole_mask(keywords: dict[str, Any]) -> dict[str, Any]:
     return keywords | lengths | {"attention_mask": padding}
 
 
-def _documents(to: Distribution, layer: nn.Module | None) -> packing.Documents | None:
+def _documents(to: Distribution, layer: nn.Module | None) -> operators.Documents | None:
     """The documents of a single row."""
-    return packing.documents(to.positions, layer) if to.positions.shape[0] == 1 else None
+    return (
+        call_rewrites.packed_documents(to.positions, layer) if to.positions.shape[0] == 1 else None
+    )
 
 
 _UNSUPPORTED = ("position_bias", "indices", "cu_seq_lens_q", "output_attentions")
@@ -262,8 +266,8 @@ def attention(
             raise NotImplementedError(
                 f"context_parallel does not support {name}, which {type(layer).__name__} passes"
             )
-    if latent.is_latent(layer, query, key):
-        key, value = latent.expand(layer, key, value)
+    if call_rewrites.is_latent(layer, query, key):
+        key, value = call_rewrites.expand_latents(layer, key, value)
     if key.shape[2] != query.shape[2]:
         raise NotImplementedError(
             f"context_parallel needs as many keys as queries in {type(layer).__name__}, without a "
@@ -290,7 +294,7 @@ def _masks(layer: nn.Module, mask: MaskArguments, to: Distribution) -> dict[str,
         if mask.key_ranges is None or mask.packing is PackingHint.ONLY:
             is_causal = mask.is_causal or mask.packing is PackingHint.ONLY
             return {"is_causal": is_causal, "cu_seqlens": documents.q_ends}
-        mask = packing.within_documents(mask, documents, (1, to.tokens, to.tokens))
+        mask = call_rewrites.within_documents(mask, documents, (1, to.tokens, to.tokens))
     return {
         "is_causal": mask.is_causal,
         "key_ranges": mask.key_ranges,

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from fa_ops.call.options import dtype_name
 from fa_ops.tracing import is_compiling
-from hf_integration.host_reads import PerTensorMemo
+from hf_integration.host_reads import PerTensorCache
 
 # How often each encoding was made (not while tracing); dense and float masks with the reason.
 counts: Counter[str] = Counter()
 # One memo for each value, as several may be derived from one tensor.
-_ends, _added, _bounded = PerTensorMemo(), PerTensorMemo(), PerTensorMemo()
+_ends, _added, _bounded = PerTensorCache(), PerTensorCache(), PerTensorCache()
 
 
 class Encoding(enum.Enum):

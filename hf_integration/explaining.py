@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig
 
 import fa_ops
 from fa_ops.call import backend_option
-from hf_integration import architectures, hooks, latent, masks
+from hf_integration import call_rewrites, hooks, masks, unsupported_models
 
 
 class Layers(NamedTuple):
@@ -95,7 +95,7 @@ def _explain_layer(layer: nn.Module, owner: PreTrainedModel) -> tuple[str, str]:
     """The attention that runs in a layer, and why."""
     config = getattr(layer, "config", None) or owner.config
     module = sys.modules[type(layer).__module__]
-    if architectures.bypasses_interface(module):
+    if unsupported_models.bypasses_interface(module):
         return "its own attention code", "the model never calls transformers' attention interface"
     if not hooks.is_ours(config):
         chosen = getattr(config, "_attn_implementation", None)
@@ -131,11 +131,12 @@ def _features(layer: nn.Module) -> Iterator[str]:
     if any("sink" in name for name, _ in layer.named_parameters(recurse=False)):
         yield "sinks"
     if hasattr(getattr(type(layer), "expand_kv", None), "_fa_ops_original"):
-        yield f"latent: up to {latent.MAX_ABSORBED_QUERIES} queries attend the latents themselves"
+        few = call_rewrites.MAX_ABSORBED_QUERIES
+        yield f"latent: up to {few} queries attend the latents themselves"
 
 
 def _masks(config) -> str:
-    needs = architectures.mask_needs(config)
+    needs = unsupported_models.mask_needs(config)
     if needs.floating:
         return f"float masks, because {needs.floating}"
     if needs.dense:

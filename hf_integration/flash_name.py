@@ -21,11 +21,9 @@ from hf_integration import hooks
 from hf_integration.attention import fa_ops_attention_forward
 from hf_integration.masks import fa_ops_mask
 
-NAME = "flash_attention_2"
-NAMES = (NAME, f"paged|{NAME}")
 _METHOD = "_check_and_adjust_attn_implementation"
 
-_kept: dict[object, Callable] = {}  # what transformers had under the names
+_originals: dict[object, Callable] = {}  # what transformers had under the names
 
 
 def take() -> None:
@@ -33,28 +31,28 @@ def take() -> None:
 
     Raises RuntimeError if this transformers release has no method that checks an implementation.
     """
-    if _kept:
+    if _originals:
         return
     adjust = getattr(PreTrainedModel, _METHOD, None)
     if adjust is None:
         raise RuntimeError(f"this transformers release has no PreTrainedModel.{_METHOD}")
-    _kept[_METHOD] = adjust
+    _originals[_METHOD] = adjust
     setattr(PreTrainedModel, _METHOD, _unchecked(adjust))
     registered = AttentionInterface().valid_keys()
     for interface, function in (
         (AttentionInterface, attention_forward),
         (AttentionMaskInterface, fa_ops_mask),
     ):
-        for name in NAMES:
+        for name in hooks.FLASH_NAMES:
             if name in registered:
-                _kept[interface, name] = interface().get(name)
+                _originals[interface, name] = interface().get(name)
                 interface.register(name, function)
-    hooks.names.update(NAMES)
+    hooks.names.update(hooks.FLASH_NAMES)
 
 
 def give_back() -> None:
     """Restore what transformers had under the names. Idempotent."""
-    for where, kept in _kept.items():
+    for where, kept in _originals.items():
         if where == _METHOD:
             setattr(PreTrainedModel, _METHOD, kept)
         else:
@@ -63,8 +61,8 @@ def give_back() -> None:
                 interface._global_mapping.pop(name, None)
             else:
                 interface.register(name, kept)
-    _kept.clear()
-    hooks.names.difference_update(NAMES)
+    _originals.clear()
+    hooks.names.difference_update(hooks.FLASH_NAMES)
 
 
 def attention_forward(
@@ -121,7 +119,7 @@ def _unchecked(adjust: Callable) -> Callable:
 
     @functools.wraps(adjust)
     def wrapper(self, attn_implementation, is_init_check=False, *args, **kwargs):
-        if attn_implementation in hooks.names and attn_implementation in NAMES:
+        if attn_implementation in hooks.names and attn_implementation in hooks.FLASH_NAMES:
             return self.get_correct_attn_implementation(attn_implementation, is_init_check)
         return adjust(self, attn_implementation, is_init_check, *args, **kwargs)
 

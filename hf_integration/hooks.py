@@ -18,6 +18,7 @@ from types import ModuleType
 NAME = "fa_ops"
 PAGED = "paged|" + NAME
 EIGHT_BIT = NAME + "_8bit"
+FLASH_NAMES = ("flash_attention_2", "paged|flash_attention_2")  # `register` may take these too
 names = {NAME, PAGED, EIGHT_BIT}  # all names under which our functions are registered
 _IS_FLASH = "is_flash_attention_requested"
 _BATCHING = "transformers.generation.continuous_batching"

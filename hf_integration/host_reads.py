@@ -27,7 +27,7 @@ def reads_are_free(device: torch.device | str) -> bool:
 # Values derived from a tensor, which the layers of a forward pass share.
 
 
-class PerTensorMemo:
+class PerTensorCache:
     """The values derived from a few tensors, each valid until its tensor is changed in place.
 
     Several are kept because a model has a mask for each kind of layer. Inference tensors do not

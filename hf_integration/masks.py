@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
 
 from fa_ops.tracing import is_compiling
-from hf_integration import architectures, decoding, distribution, encodings, key_ranges
+from hf_integration import decoding, distribution, encodings, key_ranges, unsupported_models
 from hf_integration.encodings import CompactMask, PackingHint, counts
 from hf_integration.host_reads import is_readable, reads_are_free
 from hf_integration.key_ranges import KeyRange
@@ -75,7 +75,7 @@ def fa_ops_mask(*args, **kwargs) -> Tensor:
         kwargs = distribution.whole_mask(kwargs)
     compiling = is_compiling()
     cache = None if compiling else decoding.pop_cache()
-    needs = architectures.mask_needs(kwargs.get("config"), may_read_source=not compiling)
+    needs = unsupported_models.mask_needs(kwargs.get("config"), may_read_source=not compiling)
     if needs.floating is not None:
         kwargs["dtype"] = kwargs.get("dtype") or torch.float32
         _count(f"float: {needs.floating}", compiling)

@@ -21,10 +21,18 @@ from fa_ops.plans import dispatch
 from fa_ops.tracing import is_compiling
 from hf_integration import encodings
 from hf_integration.encodings import MaskArguments, PackingHint
-from hf_integration.host_reads import PerTensorMemo
-from hf_integration.packing import Documents
+from hf_integration.host_reads import PerTensorCache
 
 _logger = logging.get_logger(__name__)
+
+
+class Documents(NamedTuple):
+    """The ends of the documents packed into one row, among the queries and among the keys."""
+
+    q_ends: Tensor  # int32 (documents + 1,), beginning with 0
+    k_ends: Tensor
+    longest_q: int | None = None
+    longest_k: int | None = None
 
 
 class Extras(NamedTuple):
@@ -235,7 +243,7 @@ def packed(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
 
 # mask_blocks of the dense masks that transformers or users make.
 
-_memo = PerTensorMemo()
+_blocks_cache = PerTensorCache()
 _skips_tiles = torch.compiler.assume_constant_result(dispatch.skips_tiles)
 
 
@@ -248,7 +256,7 @@ def with_mask_blocks(found: MaskArguments, queries: int, layer: nn.Module) -> Ma
     pays = is_compiling() or queries >= MASK_BLOCK
     if not (pays and _skips_tiles(mask.device.type)):
         return found
-    blocks = _memo.get(mask, layer, lambda: fa_ops.mask_blocks(mask))
+    blocks = _blocks_cache.get(mask, layer, lambda: fa_ops.mask_blocks(mask))
     return found._replace(mask_blocks=blocks)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import nn
 
-from hf_integration.diffusers import key_masks, sdpa_calls
+from hf_integration.diffusers.attention import answers_sdpa, mask_counts
 from hf_integration.explaining import Explanation, Layers, backend_of, example, modules_of
 from hf_integration.hooks import EIGHT_BIT, NAME
 
@@ -38,7 +38,7 @@ def explain(model: nn.Module) -> Explanation:
         if getattr(layer, "processor", None) is not None:
             groups.setdefault((type(layer.processor).__name__, *_of_layer(layer)), []).append(name)
     layers = [Layers(names, *key) for key, names in groups.items()]
-    return Explanation(layers, dict(key_masks.counts), {})
+    return Explanation(layers, dict(mask_counts), {})
 
 
 def _of_layer(layer: nn.Module) -> tuple[str, str]:
@@ -55,7 +55,7 @@ def _of_layer(layer: nn.Module) -> tuple[str, str]:
     set_it = "model.set_attention_backend('fa_ops') changes it"
     if chosen not in (NAME, EIGHT_BIT):
         return chosen, "; ".join([*notes, set_it])
-    if notes and not sdpa_calls.is_installed(module):
+    if notes and not answers_sdpa(module):
         return "torch's scaled_dot_product_attention", "; ".join([*notes, set_it])
     if chosen == EIGHT_BIT:
         notes.append("8-bit products")

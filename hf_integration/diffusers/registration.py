@@ -22,8 +22,12 @@ from diffusers import ModelMixin
 from diffusers.models import attention_dispatch, attention_processor
 from diffusers.models.attention_dispatch import AttentionBackendName
 
-from hf_integration.diffusers import sdpa_calls
-from hf_integration.diffusers.attention import fa_ops_8bit_attention, fa_ops_attention
+from hf_integration.diffusers.attention import (
+    answer_sdpa,
+    fa_ops_8bit_attention,
+    fa_ops_attention,
+    processor_modules,
+)
 
 _registry = attention_dispatch._AttentionBackendRegistry
 
@@ -58,7 +62,7 @@ def _add(name: str, function: Callable, supports_context_parallel: bool) -> None
     _registry.register(member, supports_context_parallel=supports_context_parallel)(function)
     if name == requested:
         _registry.set_active_backend(member)
-        sdpa_calls.install(attention_processor)
+        answer_sdpa(attention_processor)
 
 
 def _answering_sdpa(set_backend: Callable) -> Callable:
@@ -68,8 +72,8 @@ def _answering_sdpa(set_backend: Callable) -> Callable:
     def wrapper(self, backend: str) -> None:
         set_backend(self, backend)
         if backend.lower() in (NAME, EIGHT_BIT):
-            for module in sdpa_calls.modules_of(self):
-                sdpa_calls.install(module)
+            for module in processor_modules(self):
+                answer_sdpa(module)
 
     wrapper._fa_ops = True
     return wrapper

@@ -11,13 +11,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 from transformers.utils import is_flash_attn_3_available
 
-from hf_integration.host_reads import PerTensorMemo
+from hf_integration.host_reads import PerTensorCache
 
 FA3_FORWARD = "fa3_fwd"
 _MODULE = "fa3_fwd_interface"
 PARTS = ("prefill", "memory")  # it does not support partly filled caches
 
-_memo = PerTensorMemo()
+_memo = PerTensorCache()
 
 
 def register() -> str | None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hf_integration.diffusers.attention import answers_sdpa
+
 pytest.importorskip("diffusers", reason="needs diffusers: pip install 'fa-ops[diffusers]'")
 
 import tiny_diffusers
@@ -24,7 +26,6 @@ from tiny_diffusers import TINY, padding, randn
 
 import fa_ops
 import hf_integration.diffusers
-from hf_integration.diffusers import sdpa_calls
 from tests.evaluation import diffusers_bench
 
 # Whether the model's masks are lengths, two runs of keys, or added to scores; None: it has none.
@@ -278,7 +279,7 @@ def test_explain_names_sdpa_calls_that_are_not_answered(monkeypatch):
     (runs, why) = layers(model)["JointAttnProcessor2_0"]
     assert runs == "torch's scaled_dot_product_attention" and "changes it" in why
     monkeypatch.undo()
-    assert sdpa_calls.is_installed(attention_processor)
+    assert answers_sdpa(attention_processor)
 
 
 def test_the_environment_variable_is_read():
@@ -292,7 +293,7 @@ def test_the_environment_variable_is_read():
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
-    assert run.stdout.split() == ["fa_ops", "hf_integration.diffusers.sdpa_calls"], run.stderr
+    assert run.stdout.split() == ["fa_ops", "hf_integration.diffusers.attention"], run.stderr
 
 
 def test_the_benchmark_compares_results(monkeypatch, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import build, padding, switch, tokens
 
-from hf_integration import latent
+from hf_integration import call_rewrites
 
 MODELS = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"]
 
@@ -12,13 +12,13 @@ MODELS = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"]
 def count(monkeypatch) -> list[int]:
     """The number of queries of every absorbed call."""
     calls = []
-    absorb = latent.absorb
+    absorb = call_rewrites.absorb_latents
 
     def counted(layer, query, *rest):
         calls.append(query.shape[2])
         return absorb(layer, query, *rest)
 
-    monkeypatch.setattr(latent, "absorb", counted)
+    monkeypatch.setattr(call_rewrites, "absorb_latents", counted)
     return calls
 
 

@@ -17,7 +17,7 @@ def made(monkeypatch):
     """The masks that were read, one after the other."""
     masks, make = [], fa_ops.mask_blocks
     monkeypatch.setattr(fa_ops, "mask_blocks", lambda mask: masks.append(mask) or make(mask))
-    monkeypatch.setattr(operators, "_memo", operators.PerTensorMemo())
+    monkeypatch.setattr(operators, "_blocks_cache", operators.PerTensorCache())
     return masks
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import BeitConfig, BeitModel, InformerConfig, InformerModel
 
-from hf_integration import architectures, mask_analysis
+from hf_integration import mask_analysis, unsupported_models
 
 MODELS = Path(transformers.__file__).parent / "models"
 # Models that call the attention interface, and add their mask to scores in other code.
@@ -156,7 +156,7 @@ def test_the_scan_finds_known_uses(all_models):
 @pytest.mark.parametrize("model_type", [*tiny_models.CAUSAL, *tiny_models.ENCODERS])
 def test_common_models_keep_compact_masks(model_type):
     config = tiny_models.build(model_type).config
-    assert architectures.mask_needs(config) == architectures.MaskNeeds()
+    assert unsupported_models.mask_needs(config) == unsupported_models.MaskNeeds()
 
 
 def check_output(model, **inputs):

@@ -4,13 +4,13 @@ import torch
 from tiny_models import build, padding, tokens
 
 from hf_integration import host_reads
-from hf_integration.host_reads import PerTensorMemo
+from hf_integration.host_reads import PerTensorCache
 
 FIRST, SECOND = torch.nn.Module(), torch.nn.Module()
 
 
 def test_layers_share_a_value_until_the_tensor_changes():
-    made, known = [], PerTensorMemo()
+    made, known = [], PerTensorCache()
 
     def of(tensor, layer):
         return known.get(tensor, layer, lambda: made.append(tensor.tolist()) or len(made))
@@ -22,14 +22,14 @@ def test_layers_share_a_value_until_the_tensor_changes():
     other = x.clone()
     assert [of(other, FIRST), of(x, SECOND), of(other, SECOND)] == [3, 2, 3]
     assert made == [[0, 0], [1, 1], [1, 1]]
-    for _ in range(PerTensorMemo.MAX_ENTRIES):
+    for _ in range(PerTensorCache.MAX_ENTRIES):
         of(torch.ones(1), FIRST)
-    assert of(x, FIRST) == 4 + PerTensorMemo.MAX_ENTRIES
+    assert of(x, FIRST) == 4 + PerTensorCache.MAX_ENTRIES
 
 
 def test_values_of_inference_tensors_are_computed_once_in_a_forward_pass():
     """These tensors do not count in-place changes."""
-    made, known = [], PerTensorMemo()
+    made, known = [], PerTensorCache()
     with torch.inference_mode():
         x = torch.zeros(1)
         for value in (3, 4):
@@ -45,7 +45,7 @@ def test_a_captured_graph_computes_its_own_value_once(monkeypatch):
     monkeypatch.setattr(
         host_reads, "_version", lambda t: "capturing" if capturing[0] else version(t)
     )
-    known = host_reads.PerTensorMemo()
+    known = host_reads.PerTensorCache()
     for capturing[0] in (False, True, True, False):
         for layer in (FIRST, SECOND):
             known.get(x, layer, lambda: made.append(capturing[0]))

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import fa_ops
-from hf_integration import packing
+from hf_integration import call_rewrites
 from hf_integration.encodings import MaskArguments, PackingHint
 
 LENGTHS = (5, 7, 3)
@@ -69,8 +69,8 @@ def test_with_sdpa_and_a_cache_documents_attend_each_other():
 
 def test_positions_are_read_once_per_forward_pass(monkeypatch):
     reads = []
-    find = packing._find
-    monkeypatch.setattr(packing, "_find", lambda *a: reads.append(1) or find(*a))
+    find = call_rewrites._find_documents
+    monkeypatch.setattr(call_rewrites, "_find_documents", lambda *a: reads.append(1) or find(*a))
     model = build("llama")
     model(**{k: v for k, v in collate().items() if k != "labels"})
     model(tokens(1))
@@ -171,7 +171,7 @@ def test_a_block_of_an_image_stays_within_its_document():
     ranges = torch.stack([torch.zeros_like(ends), ends], -1)[None, None]
     mask = MaskArguments(key_ranges=ranges, packing=PackingHint.POSSIBLE)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    found = packing.within_positions(mask, positions, (6, 6), is_whole=True).key_ranges[0, 0]
+    found = call_rewrites.within_positions(mask, positions, (6, 6), is_whole=True).key_ranges[0, 0]
     assert found.tolist() == [[0, 2], [0, 2], [0, 3], [3, 5], [3, 5], [3, 6]]
 
 
