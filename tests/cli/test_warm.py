@@ -6,8 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fa_ops.backends.hopper import backward, forward
+from fa_ops.backends.hopper import backward
 from fa_ops.backends.hopper.configs import backward_config, forward_config
+from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import nvrtc as compiler
 from fa_ops.backends.hopper.runtime import warm
 from fa_ops.cli import app
@@ -55,9 +56,7 @@ def test_calls_use_the_kernels_that_were_compiled(folder, nvrtc, monkeypatch):
     monkeypatch.setattr(compiler, "compile_source", lambda *_: pytest.fail("compiled again"))
     config = forward_config(64, 64)
     full, window = (
-        compiler.cubins(
-            "forward", ["forward"], forward.kernel_defines(config, torch.float16, **options)
-        )[0]
+        compiler.cubins("forward", ["forward"], macros(config, torch.float16, **options))[0]
         for options in ({}, {"window": True})
     )
     assert full.startswith(b"\x7fELF") and window
@@ -81,7 +80,7 @@ def test_kernels_of_wide_heads_are_those_that_calls_launch():
     kinds = [v.kind for v in variants if v.kind not in ("append", "mla")]
     assert kinds == ["forward_wide"] * 4 + ["backward"] * 6
     config, features = backward_config(512, 512), {"window": True, "split": True}
-    defines = backward.kernel_defines(config, torch.bfloat16, **features)
+    defines = macros(config, torch.bfloat16, **features)
     entries = tuple(entry.name for entry in backward.entries_of(config, defines))
     assert warm.Variant("backward", entries, defines) in variants
     assert not {v.kind for v in warm.eight_bit_variants([512], [torch.bfloat16])} - {

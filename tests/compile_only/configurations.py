@@ -22,10 +22,9 @@ from fa_ops.backends.hopper import (
     configs,
     decode,
     eight_bit,
-    eight_bit_inputs,
     forward,
-    mla,
 )
+from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import nvrtc
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,7 +34,7 @@ E4M3 = torch.float8_e4m3fn
 PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
 DECODED_PAGES = (*PAGES, 1)
 CAUSAL = {"window": True}
-# Features of dense calls, as `kernel_defines` has them; a backward pass has no sinks.
+# Features of dense calls, as `macros` has them; a backward pass has no sinks.
 FEATURES = {
     "full": {},
     "causal": CAUSAL,
@@ -80,7 +79,7 @@ def configurations() -> Iterator[Configuration]:
     for kind, entries in BEFORE.items():
         yield Configuration(f"{kind} words", kind, entries, {})
     for Dv, page in itertools.product((64, 128, 256), (0, 64)):
-        defines = eight_bit_inputs.packed_e4m3_defines(Dv, page > 0)
+        defines = eight_bit.packed_e4m3_defines(Dv, page > 0)
         kind = "scaled_packed"
         yield Configuration(f"scaled packed Dv{Dv} page{page}", kind, (kind,), defines)
     for word, dtype in DTYPES.items():
@@ -98,9 +97,9 @@ def configurations() -> Iterator[Configuration]:
             yield from _quantized(f"D{D}/{Dv} {word}", D, Dv, dtype)
         for page in DECODED_PAGES:
             config = configs.mla_config(page)
-            defines = mla.kernel_defines(config, dtype, paged=page > 0)
+            defines = macros(config, dtype, paged=page > 0)
             yield Configuration(
-                f"mla page{page} {word}", "mla", _names(decode.entries_of("mla", config)), defines
+                f"mla page{page} {word}", "mla", _names(decode.entries_of(config)), defines
             )
 
 
@@ -113,7 +112,7 @@ def _append(word: str, dtype: torch.dtype) -> Iterator[Configuration]:
 
 
 def _conversions(word: str, dtype: torch.dtype) -> Iterator[Configuration]:
-    defines = eight_bit_inputs.dequantize_defines(dtype)
+    defines = forward.dequantize_defines(dtype)
     yield Configuration(f"dequantize {word}", "dequantize", ("dequantize",), defines)
     kind, bits = "forward_combine", int(dtype == torch.bfloat16)
     for sinks in (0, 1):
@@ -124,21 +123,21 @@ def _conversions(word: str, dtype: torch.dtype) -> Iterator[Configuration]:
 def _wide(name: str, D: int, dtype: torch.dtype) -> Iterator[Configuration]:
     config = configs.forward_config(D, D)
     for word in ("full", "causal", "window", "ranges", "lengths", "sinks"):
-        defines = forward.kernel_defines(config, dtype, **FEATURES[word])
+        defines = macros(config, dtype, **FEATURES[word])
         yield Configuration(f"{name} {word}", config.kernel, (config.kernel,), defines)
 
 
 def _wide_backward(name: str, D: int, dtype: torch.dtype) -> Iterator[Configuration]:
     config = configs.backward_config(D, D)
     for word in ("full", "causal", "ranges", "lengths"):
-        defines = backward.kernel_defines(config, dtype, **FEATURES[word])
+        defines = macros(config, dtype, **FEATURES[word])
         entries = _names(backward.entries_of(config, defines))
         yield Configuration(f"{name} {word}", "backward", entries, defines)
 
 
 def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:
     def one(word: str, config: configs.Config, features: dict) -> Configuration:
-        defines = forward.kernel_defines(config, dtype, **features)
+        defines = macros(config, dtype, **features)
         return Configuration(f"{name} {word}", "forward", ("forward",), defines)
 
     for word, features in FEATURES.items():
@@ -176,7 +175,7 @@ def _few_queries(one, D: int, Dv: int) -> Iterator[Configuration]:
 
 def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:
     def one(word: str, config: configs.BackwardConfig, features: dict) -> Configuration:
-        defines = backward.kernel_defines(config, dtype, **features)
+        defines = macros(config, dtype, **features)
         entries = _names(backward.entries_of(config, defines))
         return Configuration(f"{name} {word}", "backward", entries, defines)
 
@@ -222,46 +221,43 @@ def _quantized(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Confi
     config = configs.quantized_config(D, Dv, has_16_bits=True)
     for word in ("full", "causal", "window", "ranges", "lengths", "softcap", "sinks"):
         for numbers in ("int8", "e4m3") if word in ("full", "causal") else ("int8",):
-            defines = eight_bit.kernel_defines(config, dtype, numbers == "int8", **FEATURES[word])
+            defines = macros(config, dtype, is_int8=numbers == "int8", **FEATURES[word])
             label = f"quantized {name} {word} {numbers}"
             yield Configuration(label, "quantized", ("quantized",), defines)
     config = configs.quantized_config(D, Dv)
-    signs = eight_bit.kernel_defines(config, dtype, False, **CAUSAL, signs=True)
+    signs = macros(config, dtype, is_int8=False, **CAUSAL, signs=True)
     yield Configuration(f"quantized {name} signs", "quantized", ("quantized",), signs)
     for page in PAGES if dtype == torch.bfloat16 else ():
-        defines = eight_bit.packed_defines(
-            eight_bit.packed_config(D, Dv, page), **FEATURES["lengths" if page else "causal"]
-        )
+        defines = macros(
+            eight_bit.packed_config(D, Dv, page), dtype, **eight_bit.PACKED_FEATURES,
+            **FEATURES["lengths" if page else "causal"],
+        )  # fmt: skip
         yield Configuration(
             f"quantized {name} sequences page{page}", "quantized", ("quantized",), defines
         )
-    heads = signs | eight_bit.kernel_defines(
-        config, dtype, False, **CAUSAL, signs=True, head_scales=True
-    )
+    heads = signs | macros(config, dtype, is_int8=False, **CAUSAL, signs=True, head_scales=True)
     yield Configuration(f"quantized {name} heads", "quantized", ("quantized",), heads)
     for rotate in (False, True):
-        defines = eight_bit_inputs.quantize_defines(dtype, D, Dv, True, rotate)
+        defines = eight_bit.quantize_defines(dtype, D, Dv, True, rotate)
         label = f"quantize {name}{' rotate' * rotate}"
         yield Configuration(label, "quantize", ("quantize",), defines)
     if dtype == torch.bfloat16:
-        yield Configuration(
-            f"scaled {name}", "scaled", ("scaled",), eight_bit_inputs.e4m3_defines(Dv)
-        )
+        yield Configuration(f"scaled {name}", "scaled", ("scaled",), eight_bit.e4m3_defines(Dv))
 
 
 def _decode(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Configuration]:
     for rows, (word, features) in itertools.product((8, 16), CACHED.items()):
         config = configs.decode_config(D, D, rows, page)
-        defines = decode.kernel_defines(config, dtype, paged=page > 0, **features)
-        entries = _names(decode.entries_of("decode", config))
+        defines = macros(config, dtype, paged=page > 0, **features)
+        entries = _names(decode.entries_of(config))
         yield Configuration(f"{name} rows{rows} {word}", "decode", entries, defines)
 
 
 def _decode_e4m3(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Configuration]:
     for rows, scales in itertools.product((8, 16), (0, 1, 2, 3) if page else (0, 1, 3)):
         config = configs.decode_config(D, D, rows, page, is_e4m3=True, scales=scales)
-        defines = decode.kernel_defines(config, dtype, paged=page > 0)
-        entries = _names(decode.entries_of("decode", config))
+        defines = macros(config, dtype, paged=page > 0)
+        entries = _names(decode.entries_of(config))
         yield Configuration(f"{name} rows{rows} scales{scales}", "decode", entries, defines)
 
 

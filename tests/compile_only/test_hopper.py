@@ -14,7 +14,8 @@ pytest.importorskip(
 )
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import backward, configs, decode, forward, mla
+from fa_ops.backends.hopper import backward, configs, decode
+from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import launch, nvrtc
 from tests.compile_only.configurations import BEFORE  # noqa: E402
 from tests.compile_only.sass import disassembled, unwritten_uniform_registers  # noqa: E402
@@ -410,8 +411,8 @@ def test_decode(head_dim, page, rows, tmp_path):
     config = configs.decode_config(head_dim, head_dim, rows, page)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     options = dict.fromkeys(("softcap", "alibi", "sinks"), rows == 16)
-    defines = decode.kernel_defines(config, torch.bfloat16, paged=page > 0, **options)
-    entries = decode.entries_of("decode", config)
+    defines = macros(config, torch.bfloat16, paged=page > 0, **options)
+    entries = decode.entries_of(config)
     sass, log = compiled_entries(tmp_path, "decode", entries, defines)
     # at 256 output and queries take 192 registers; what spills is outside the loop
     assert_clean(log, spilled_bytes=64 if head_dim == 256 else 0)
@@ -431,8 +432,8 @@ def test_decode_of_e4m3(dims, page, rows, scales, tmp_path):
     config = configs.decode_config(*dims, rows, page, is_e4m3=True, scales=scales)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     options = dict.fromkeys(("softcap", "alibi", "sinks"), rows == 16)
-    defines = decode.kernel_defines(config, torch.bfloat16, paged=page > 0, **options)
-    entries = decode.entries_of("decode", config)
+    defines = macros(config, torch.bfloat16, paged=page > 0, **options)
+    entries = decode.entries_of(config)
     sass, log = compiled_entries(tmp_path, "decode", entries, defines)
     assert_clean(log)
     assert sass.count("HMMA.16816.F32 ") == 2 * (dims[0] // 16) + dims[1] // 8
@@ -453,8 +454,8 @@ def test_kernels_that_run_before_others_do_not_spill(kind, tmp_path):
 def test_mla(page, tmp_path):
     config = configs.mla_config(page)
     assert config.shared_bytes <= configs.SHARED_LIMIT
-    defines = mla.kernel_defines(config, torch.bfloat16, paged=page > 0)
-    sass, log = compiled_entries(tmp_path, "mla", decode.entries_of("mla", config), defines)
+    defines = macros(config, torch.bfloat16, paged=page > 0)
+    sass, log = compiled_entries(tmp_path, "mla", decode.entries_of(config), defines)
     assert_clean(log, spilled_bytes=32 if page == 16 else 0)  # the copying warp has 40 registers
     # one product per 16 features, and one per 16 keys of a warpgroup's own tiles and of the
     # other's, under scores and without
@@ -468,9 +469,8 @@ def test_mla(page, tmp_path):
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_float16_compiles(kind):
-    own = {"forward": forward, "backward": backward}[kind]
     config = getattr(configs, f"{kind}_config")(64, 64)
-    defines = own.kernel_defines(config, torch.float16)
+    defines = macros(config, torch.float16)
     assert nvrtc.cubins(kind, [kind], defines)[0].startswith(b"\x7fELF")
 
 
@@ -499,7 +499,7 @@ def test_shared_memory_fits(dims):
 
 
 class TestCache:
-    DEFINES = forward.kernel_defines(configs.forward_config(64, 64), torch.bfloat16)
+    DEFINES = macros(configs.forward_config(64, 64), torch.bfloat16)
 
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ pytest.importorskip(
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
 from fa_ops.backends.hopper import (
-    backward,  # noqa: E402
     configs,
 )
+from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import nvrtc
 from tests.compile_only.sass import disassembled, unwritten_uniform_registers  # noqa: E402
 
@@ -56,7 +56,7 @@ def paired():
 
 
 def _defines(**features):
-    return backward.kernel_defines(paired(), torch.bfloat16, **features)
+    return macros(paired(), torch.bfloat16, **features)
 
 
 def test_shared_memory_fits():

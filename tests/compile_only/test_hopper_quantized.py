@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("nvidia.cu13", reason="NVRTC compiles these kernels")
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import configs, eight_bit, eight_bit_inputs
+from fa_ops.backends.hopper import configs, eight_bit
+from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import launch
 from tests.compile_only.sass import innermost_loop, unwritten_uniform_registers  # noqa: E402
 from tests.compile_only.test_hopper import assert_clean, compiled_entries  # noqa: E402
@@ -30,7 +31,7 @@ CASES = [
 @pytest.mark.parametrize("D, Dv, is_int8, features, spilled", CASES)
 def test_forward(D, Dv, is_int8, features, spilled, tmp_path):
     config = configs.quantized_config(D, Dv, has_16_bits="signs" not in features)
-    defines = eight_bit.kernel_defines(config, torch.bfloat16, is_int8, **features)
+    defines = macros(config, torch.bfloat16, is_int8=is_int8, **features)
     sass, log = compiled_entries(tmp_path, "quantized", [launch.Entry("quantized", 0)], defines)
     assert_clean(log, spilled)
     # scores: a product for each 32 features, first block and loop; values: one for each
@@ -68,7 +69,7 @@ PACKED = [
 @pytest.mark.parametrize("D, Dv, page, features, spilled", PACKED)
 def test_packed_forward(D, Dv, page, features, spilled, tmp_path):
     config = eight_bit.packed_config(D, Dv, page)
-    defines = eight_bit.packed_defines(config, **features)
+    defines = macros(config, torch.bfloat16, **eight_bit.PACKED_FEATURES, **features)
     sass, log = compiled_entries(tmp_path, "quantized", [launch.Entry("quantized", 0)], defines)
     assert_clean(log, spilled)
     # one thread copies: where lanes have parted, no other issues its copies again
@@ -80,7 +81,7 @@ def test_packed_forward(D, Dv, page, features, spilled, tmp_path):
 
 @pytest.mark.parametrize("Dv, is_paged", [(64, True), (256, False)])
 def test_preparation_of_packed_tensors(Dv, is_paged, tmp_path):
-    defines = eight_bit_inputs.packed_e4m3_defines(Dv, is_paged)
+    defines = eight_bit.packed_e4m3_defines(Dv, is_paged)
     entries = [launch.Entry("scaled_packed", 0)]
     sass, log = compiled_entries(tmp_path, "scaled_packed", entries, defines)
     assert_clean(log)
@@ -91,7 +92,7 @@ def test_preparation_of_packed_tensors(Dv, is_paged, tmp_path):
     "D, Dv, is_int8, rotate, spilled", [(128, 64, True, False, 0), (256, 256, False, True, 80)]
 )
 def test_quantisation(D, Dv, is_int8, rotate, spilled, tmp_path):
-    defines = eight_bit_inputs.quantize_defines(torch.float16, D, Dv, is_int8, rotate)
+    defines = eight_bit.quantize_defines(torch.float16, D, Dv, is_int8, rotate)
     sass, log = compiled_entries(tmp_path, "quantize", [launch.Entry("quantize", 0)], defines)
     assert_clean(log, spilled)
     assert sass.count("LDG.E.128") >= 4 and "LDG.E.U16" not in sass

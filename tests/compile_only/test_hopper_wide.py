@@ -10,7 +10,8 @@ pytest.importorskip(
 )
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import backward, configs, forward
+from fa_ops.backends.hopper import configs
+from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import launch, nvrtc
 from tests.compile_only.test_hopper import assert_clean, compiled_entries, steps  # noqa: E402
 
@@ -25,7 +26,7 @@ FEATURES = {
 def test_forward(dims, name, tmp_path):
     config = configs.forward_config(*dims)
     assert config.shared_bytes() <= configs.SHARED_LIMIT
-    defines = forward.kernel_defines(config, torch.bfloat16, **FEATURES[name])
+    defines = macros(config, torch.bfloat16, **FEATURES[name])
     entries = [launch.Entry("forward_wide", 0)]
     sass, log = compiled_entries(tmp_path, "forward_wide", entries, defines)
     assert_clean(log)
@@ -48,7 +49,7 @@ BACKWARD_FEATURES = {
 def test_backward(name, tmp_path):
     config = configs.backward_config(512, 320)
     assert config.shared_bytes == config.query_shared_bytes <= configs.SHARED_LIMIT
-    defines = backward.kernel_defines(config, torch.bfloat16, **BACKWARD_FEATURES[name])
+    defines = macros(config, torch.bfloat16, **BACKWARD_FEATURES[name])
     for entry in config.products:
         sass, log = compiled_entries(tmp_path, "backward", [launch.Entry(entry, 0)], defines)
         assert_clean(log)
@@ -64,7 +65,7 @@ def test_backward(name, tmp_path):
 
 def test_wide_heads_fit_the_other_kernels_of_the_backward_pass(tmp_path):
     config = configs.backward_config(512, 512)
-    defines = backward.kernel_defines(config, torch.float16, window=True, ranges=True, split=True)
+    defines = macros(config, torch.float16, window=True, ranges=True, split=True)
     entries = [launch.Entry(name, 0) for name in ("preprocess", "clip_ranges", "postprocess")]
     _, log = compiled_entries(tmp_path, "backward", entries, defines)
     assert_clean(log)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fa_ops.backends import hopper, reference
-from fa_ops.backends.hopper import backward, decode, eight_bit, forward, mla
+from fa_ops.backends.hopper import backward, decode, eight_bit, forward, kernel_plan, mla
 from fa_ops.call.call import CACHED, DENSE, Call
 from fa_ops.call.options import Cache, Spec
 from fa_ops.plans import dispatch, planning
@@ -78,8 +78,8 @@ def all_tiles() -> Iterator[None]:
 def _clear_plans() -> None:
     """Drop plans that another number of processors, or another kernel, was chosen for."""
     planning.forget()
-    for module in (decode, backward, forward, mla, eight_bit, eight_bit):
-        for name in ("_plan", "_family"):
+    for module in (decode, backward, forward, mla, eight_bit, kernel_plan):
+        for name in ("_plan", "_packed_plan", "split_kv_plan", "_template", "kernel_of"):
             if hasattr(module, name):
                 getattr(module, name).cache_clear()
 

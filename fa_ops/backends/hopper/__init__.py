@@ -4,8 +4,8 @@
 `cuda/forward.cu` and `cuda/backward.cu`; many queries of a cache and packed queries over pages run
 on them as well), `packed` for packed sequences, `decode` for few queries against a long cache and
 what such a call writes before it attends, `mla` for a latent cache, and `eight_bit` for 8-bit
-products, of tensors from `eight_bit_inputs`. Tiles are in `configs`; `runtime` compiles, loads and
-launches kernels.
+products. Each makes a `kernel_plan.KernelPlan` of a call's geometry. Tiles are in `configs`;
+`runtime` compiles, loads and launches kernels.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.configs import has_latent_dims
-from fa_ops.backends.hopper.problem import MAX_NARROW_DIM, head_dim_error, limit_error
+from fa_ops.backends.hopper.configs import (
+    MAX_NARROW_DIM,
+    has_latent_dims,
+    head_dim_error,
+    limit_error,
+)
 from fa_ops.call.call import (
     APPEND,
     CACHED,

@@ -21,26 +21,25 @@ from fa_ops.backends.hopper.configs import (
     backward_config,
     group_parts,
 )
-from fa_ops.backends.hopper.masks import (
-    Bias,
-    BlockLists,
-    MaskLayout,
-    MaskPacker,
-    bits_of,
-    skipped_lists,
-)
-from fa_ops.backends.hopper.problem import (
+from fa_ops.backends.hopper.kernel_plan import (
     LOG2E,
     MISALIGNED,
     UNBOUNDED,
-    ScoreUnits,
-    alibi_kind,
+    Geometry,
+    KernelPlan,
     key_section,
+    macros,
     section_of,
-    shared_strides,
     softcap_kind,
     tma_aligned,
-    window_sides,
+)
+from fa_ops.backends.hopper.masks import (
+    Bias,
+    MaskLayout,
+    MaskPacker,
+    RareOptions,
+    bits_of,
+    skipped_lists,
 )
 from fa_ops.backends.hopper.runtime.launch import (
     Entry,
@@ -53,22 +52,17 @@ from fa_ops.backends.hopper.runtime.launch import (
     kernel,
     kernels,
     pointers_to,
+    processors,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
 from fa_ops.call.call import Call, Run, general
 from fa_ops.call.options import NO_OPERANDS, Gradients, Operands, Spec, rows_are_aligned
 
-# maps and addresses; scalars and strides; a mask's bits, dropout, a bias
+# maps and addresses; scalars and strides; a mask's bits; what `RareOptions` writes
 _PARAMS = struct_layout("backward_tiles.cuh", "BackwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("q", "nonfinite"), _PARAMS.packer("B", "zeros")
 _BITS, _BITS_AT = _PARAMS.packer("by_key", "mask_block"), _PARAMS.fields["by_key"].offset
 _NO_BITS = (0,) * 5
-_POSITIONS = _PARAMS.packer("positions", "positions")
-_DROPOUT_AT, _POSITIONS_AT, _BIAS_AT = (
-    _PARAMS.fields[name].offset for name in ("dropout", "positions", "bias")
-)
-_LISTS = struct_layout("masks.cuh", "MaskBlocks").packer()
-_LISTS_AT = _BIAS_AT + struct_layout("masks.cuh", "Bias").fields["blocks"].offset
 
 # addresses, then what all calls share
 _CLIP = kernel_layout("backward_preprocess.cu", "clip_ranges")
@@ -99,7 +93,8 @@ def backward(
     if ranges is not None and ranges.stride(3) != 1:
         ranges = ranges.contiguous()
     bias, held = Bias.of(mask, spec.mask_blocks) if bits_of(mask) else (None, None)
-    plan = plan_of((q, k, v, grad_out, out), grad_strides, spec, ranges, bias)
+    spec = spec._replace(key_ranges=ranges)
+    plan = plan_of((q, k, v, grad_out, out), grad_strides, spec, bias)
     lens, slopes = (
         None if t is None else t.contiguous() for t in (spec.kv_lens, spec.alibi_slopes)
     )
@@ -118,7 +113,7 @@ def prepare(call: Call) -> Run:
     if bits_of(spec.attn_mask) or needs_copies(call):
         return general("backward", backward).prepare(call)
     strides = q.stride(), k.stride(), v.stride()
-    plan = plan_of((q, k, v, saved.grad_out, saved.out), strides, spec, spec.key_ranges)
+    plan = plan_of((q, k, v, saved.grad_out, saved.out), strides, spec)
     options = spec.with_tensors(NO_OPERANDS)
 
     def run(grad_out, grad_lse, q, k, v, out, lse, tensors: Operands) -> Gradients | tuple:
@@ -147,136 +142,113 @@ def needs_copies(call: Call) -> bool:
 
 def plan_of(
     tensors: tuple[Tensor, ...], grad_strides: tuple[tuple[int, ...], ...], spec: Spec,
-    ranges: Tensor | None = None, bias: Bias | None = None, sequences: int | None = None,
+    bias: Bias | None = None, sequences: int | None = None,
 ) -> BackwardPlan:  # fmt: skip
     """The plan for q, k, v, grad_out and out; a packed batch of `sequences` is one long sequence.
 
     Gradients are laid out as `torch.empty_like` lays out tensors with the strides `grad_strides`.
     """
-    q, k, v, *_ = tensors
-    slopes, mask = spec.alibi_slopes, spec.attn_mask
-    return _plan(
-        q.dtype,
-        q.device.index,
-        (q.shape, k.shape, v.shape),
-        (*(t.stride() for t in tensors), *grad_strides),
-        (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
-        spec.deterministic,
-        spec.kv_lens is not None,
-        None if ranges is None else (ranges.shape[1], *shared_strides(ranges)),
-        None if slopes is None else slopes.dim(),
-        None if mask is None or bias is not None else MaskLayout.of(mask),
-        bias,
-        spec.dropout_p,
-        sequences,
-        skipped_lists(spec),
-    )
+    mask = spec.attn_mask
+    geometry = Geometry.of(
+        *tensors[:3], spec, bias=bias, sequences=sequences, lists=skipped_lists(spec),
+        mask=None if mask is None or bias is not None else MaskLayout.of(mask),
+        deterministic=spec.deterministic,
+    )  # fmt: skip
+    return _plan(geometry._replace(strides=(*(t.stride() for t in tensors), *grad_strides)))
 
 
-class BackwardPlan:
-    """The part of a backward pass that depends on its geometry only, not on addresses or values."""
+class BackwardPlan(KernelPlan):
+    """A backward pass: one launch, or row sums, products and the conversion of fp32 sums."""
 
-    def __init__(
-        self, dtype, device, shapes, strides, scalar_options, deterministic, has_lens, ranges,
-        slopes_dim, mask, bias, dropout_p, sequences=None, lists=None,
-    ):  # fmt: skip
-        (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
-        *input_strides, out_strides = strides[:5]
-        grads = [_like(*of, dtype) for of in zip(shapes, strides[5:])]
-        self.grads = grads if sequences is None else [_of_tokens(*of) for of in grads]
-        causal, scale, left, right, cap = scalar_options
-        left, right, has_window = window_sides(causal, left, right)
-        softcap = softcap_kind(cap)
-        few_registers = mask is not None or dropout_p > 0 or softcap > 0
-        bits = bias.dtype.itemsize * 8 if bias else 0
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        pairs = prefers_pairs(*shapes[:2], (left, right), processors, ranges is not None, sequences)
-        differs_by_row = has_lens or ranges is not None or slopes_dim is not None
-        is_plain = mask is bias is None and not (few_registers or differs_by_row)
-        whole = is_plain and prefers_whole_heads(*shapes[:2], (left, right), processors)
-        sums_rows = whole and prefers_own_row_sums(*shapes[:2], Dv, processors)
-        self.config = config = backward_config(
-            D, Dv, deterministic, bits, few_registers, pairs, lists is not None, whole,
-            differs_by_row=differs_by_row, sums_rows=sums_rows,
+    def configure(self, g: Geometry) -> None:
+        """The tiles, what CTAs own, the workspace and the kernels."""
+        (q_shape, k_shape, (*_, Dv)), count = g.shapes, processors(g.device)
+        left, right, has_window = self.sides = g.sides
+        softcap, has_ranges = softcap_kind(g.softcap), g.ranges is not None
+        few_registers = g.mask is not None or g.dropout_p > 0 or softcap > 0
+        pairs = prefers_pairs(q_shape, k_shape, (left, right), count, has_ranges, g.sequences)
+        differs_by_row = g.has_lens or has_ranges or g.slopes is not None
+        is_plain = g.mask is g.bias is None and not (few_registers or differs_by_row)
+        whole = is_plain and prefers_whole_heads(q_shape, k_shape, (left, right), count)
+        sums_rows = whole and prefers_own_row_sums(q_shape, k_shape, Dv, count)
+        self.config = backward_config(
+            q_shape[3], Dv, g.deterministic, g.bias_bits, few_registers, pairs,
+            g.lists is not None, whole, differs_by_row=differs_by_row, sums_rows=sums_rows,
         )  # fmt: skip
-        self.device, self.dropout_p = device, dropout_p
-        self.row_seeds = masks.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
-        alibi = 0 if slopes_dim is None else alibi_kind(sequences is not None)
-        self.positions = 8 * Sq if alibi == 2 else None  # behind the ranges, in bytes
-        range_heads = 0 if ranges is None else B * ranges[0]
-        parts, section = self._divide(shapes, processors, range_heads)
+        self._divide(g, count)
+        self.options = RareOptions.of(g, _PARAMS)
         self.kernels = _kernels_for(
-            config, dtype, device, window=has_window, kv_lens=has_lens, ranges=ranges is not None,
-            softcap=softcap, alibi=alibi, mask=mask is not None, dropout=dropout_p > 0,
-            split=parts > 1,
+            self.config, g.dtype, g.device, window=has_window, kv_lens=g.has_lens,
+            ranges=has_ranges, softcap=softcap, alibi=g.alibi, mask=g.mask is not None,
+            dropout=g.dropout_p > 0, split=self.parts > 1,
         )  # fmt: skip
-        units = ScoreUnits.of(D, scale, cap)
-        self._prepare_masks(mask, bias, lists, units, Sk)
-        layouts = (*zip((*shapes, (B, Hq, Sq, Dv)), input_strides), *(of[:2] for of in grads))
-        self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride in layouts]
-        all_strides, group = (*input_strides, *(strides for _, strides, _ in grads)), Hq // Hkv
+        self.by_key = self.by_query = None
+        if g.mask is not None:
+            # for scores with a row for each key, and for those with a row for each query
+            self.by_key = MaskPacker.by_key(g.mask, g.device)
+            if not self.config.adds_dq:
+                self.by_query = MaskPacker.by_query(g.mask, k_shape[2], g.device)
+            self.mask_block = 0 if g.mask.queries_share else self.config.block_m // 8
+
+    def map_tensors(self, g: Geometry) -> None:
+        """Queries, keys, values, the gradient of the results, and the gradients."""
+        *inputs, _ = g.strides[:5]
+        grads = [_like(*of, g.dtype) for of in zip(g.shapes, g.strides[5:])]
+        out_shape = *g.shapes[0][:3], g.shapes[2][3]
+        layouts = (*zip((*g.shapes, out_shape), inputs), *(of[:2] for of in grads))
+        self.maps = [TensorMap(g.dtype, shape, stride, _ROWS) for shape, stride in layouts]
+        self.grads = grads if g.sequences is None else [_of_tokens(*of) for of in grads]
+        self.strides = *inputs, *(strides for _, strides, _ in grads), g.strides[4]
+
+    def pack_parameters(self, g: Geometry) -> None:
+        """Sizes, factors and strides."""
+        (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = g.shapes
+        (left, right, _), units, group, parts = self.sides, g.units, Hq // Hkv, self.parts
         scalars = _SCALARS.pack(
-            *(B, Hq, Hkv, group, Sq, Sk, left, right, self.m_blocks, -(-Sk // config.block_n)),
-            section,
+            *(B, Hq, Hkv, group, Sq, Sk, left, right, self.m_blocks),
+            *(-(-Sk // self.config.block_n), self.section),
             key_section(B * Hkv, Sk, D + Dv) * group,
-            Hq if slopes_dim == 2 else 0,
-            1 if ranges is None else ranges[0],
+            Hq if g.slopes else 0,
+            g.ranges[1] if g.ranges else 1,
             *(parts, group // parts, D, Dv),
             # the kernels do not apply dropout's factor to the weights
-            *(units.gradient * masks.scale(dropout_p), units.inside_tanh),
-            LOG2E if bias else units.log2,  # with a bias, scores are in its units
+            *(units.gradient * masks.scale(g.dropout_p), units.inside_tanh),
+            LOG2E if g.bias else units.log2,  # with a bias, scores are in its units
             1.0 / units.accumulator,
-            *(n for of in (*all_strides, out_strides) for n in of[:3]),
+            *(n for of in self.strides for n in of[:3]),
             self.zeros,
         )
         self.params = Params(_ADDRESSES, scalars.ljust(_PARAMS.size - _ADDRESSES.size, b"\0"))
-        if ranges is not None:
-            sizes = *ranges[1:], ranges[0], Sq, Sk, left, right
+        if g.ranges:
+            sizes = *g.ranges[2:], g.ranges[1], Sq, Sk, left, right
             self.clip_ranges = Params.of(_CLIP, "strides", sizes)
 
-    def _divide(
-        self, shapes: tuple[tuple[int, ...], ...], processors: int, range_heads: int
-    ) -> tuple[int, int]:
-        """Divide the work among CTAs, and the workspace; returns the parts of a group of query
-        heads, and how many heads of keys, or parts of their groups, are processed concurrently."""
-        (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
+    def _divide(self, g: Geometry, processors: int) -> None:
+        """Divide the work among CTAs, and the workspace.
+
+        Into `parts` of a group of query heads; `section` heads of keys, or parts of their groups,
+        are processed concurrently.
+        """
+        (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = g.shapes
         config, group, parts = self.config, Hq // Hkv, 1
         key_blocks = -(-Sk // config.block_n) * B * Hkv
         items = B * Hkv if config.whole_heads else key_blocks * config.ctas_of_block
         if not config.whole_heads:
             parts = group_parts(group, items, processors, config.waves)
-        self.m_blocks, self.heads = -(-Sq // config.block_m), B * Hq
+        self.parts, self.m_blocks, self.heads = parts, -(-Sq // config.block_m), B * Hq
         self.row_blocks = self.m_blocks * config.block_m // _ROWS
         self.rows = self.row_blocks * _ROWS
         self.ctas = min(items * parts, processors) if config.is_persistent else items * parts
-        section = section_of(B * Hkv * parts, Sq * 2 * (D + Dv) * (group // parts), _SECTION_BYTES)
+        of_head = Sq * 2 * (D + Dv) * (group // parts)
+        self.section = section_of(B * Hkv * parts, of_head, _SECTION_BYTES)
         sums = self.rows * config.sum_features if config.adds_dq else 0
         if config.whole_heads:  # those of a CTA's heads, unless there is one block of keys
             sums *= self.ctas * group if Sk > config.block_n else 0
         else:
             sums *= self.heads
-        self._allocate(sums, key_blocks, parts, range_heads)
+        self._allocate(sums, key_blocks, parts, B * g.ranges[1] if g.ranges else 0)
         finished = self.m_blocks * self.heads * config.sums_dq + 2 * key_blocks * (parts > 1)
         self.postprocess_ctas = finished or processors
-        return parts, section
-
-    def _prepare_masks(
-        self, mask: MaskLayout | None, bias: Bias | None, lists: BlockLists | None,
-        units: ScoreUnits, Sk: int,
-    ) -> None:  # fmt: skip
-        """A function that writes the parameters of a bool mask or a bias."""
-        self.bias = self.by_key = self.by_query = None
-        self.lists = None if bias else lists
-        self.has_features = not (mask is bias is self.row_seeds is self.positions is None)
-        if bias is not None:
-            self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
-        if mask is None:
-            return
-        # for scores with a row for each key, and for those with a row for each query
-        self.by_key = MaskPacker.by_key(mask, self.device)
-        if not self.config.adds_dq:
-            self.by_query = MaskPacker.by_query(mask, Sk, self.device)
-        self.mask_block = 0 if mask.queries_share else self.config.block_m // 8
 
     def _allocate(self, sums: int, key_blocks: int, parts: int, range_heads: int) -> None:
         """Shapes, strides and dtypes of the workspace, whose parts follow one another:
@@ -337,9 +309,11 @@ class BackwardPlan:
             0 if lens is None else lens.data_ptr(), 0 if slopes is None else slopes.data_ptr(),
             *ranges_at, at + self.key_sums_at, counter + 4,
         )  # fmt: skip
-        held = None
-        if self.has_features:
-            held = self._write_features(params[0], tensors, bias, cu_seqlens, stream)
+        bits = held = None
+        if self.by_key is not None:
+            bits = self._write_bits(params[0], mask, stream)
+        if self.options is not None:
+            held = self.options.write(params[0], tensors, bias, cu_seqlens, stream)
         if kernels.preprocess is None:
             kernels.products.launch((self.ctas, 1), stream, params[1])
         else:
@@ -348,7 +322,7 @@ class BackwardPlan:
         if mask_grad:
             dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
         self.params.give_back(params)
-        del clipped, held  # the kernels that read them are launched
+        del clipped, bits, held  # the kernels that read them are launched
         return dq, dk, dv, dmask, workspace
 
     def _launch_in_order(self, stream: int, params: ctypes.Array) -> None:
@@ -378,29 +352,14 @@ class BackwardPlan:
         self.clip_ranges.give_back(params)
         return clipped, at
 
-    def _write_features(
-        self, params: ctypes.Array, tensors: Operands, bias: Tensor | None,
-        cu_seqlens: tuple[int, int], stream: int,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Write the parameters of masks, dropout and packed sequences with ALiBi; returns the
-        tensors that they point to."""
-        mask, _, _, _, ranges, seed, blocks, *_ = tensors
-        by_key = by_query = row_seeds = None
-        if self.by_key is not None:
-            by_key, key_bits = _packed(self.by_key, mask, stream)
-            by_query, query_bits = _packed(self.by_query, mask, stream)
-            _BITS.pack_into(params, _BITS_AT, *key_bits, *query_bits, self.mask_block)
-        if self.row_seeds is not None:
-            row_seeds = masks.words_of_rows(self.row_seeds, seed, cu_seqlens, stream)
-            masks.write_parameters(params, _DROPOUT_AT, row_seeds, self.dropout_p)
-        if self.positions is not None:
-            _POSITIONS.pack_into(params, _POSITIONS_AT, ranges.data_ptr() + self.positions)
-        if bias is not None:
-            packed = self.bias(bias.data_ptr(), address(blocks))
-            params[_BIAS_AT : _BIAS_AT + len(packed)] = packed
-        if self.lists is not None:
-            _LISTS.pack_into(params, _LISTS_AT, address(blocks), *self.lists)
-        return by_key, by_query, row_seeds
+    def _write_bits(
+        self, params: ctypes.Array, mask: Tensor, stream: int
+    ) -> tuple[Tensor | None, ...]:
+        """Pack a bool mask and write where its bits are; returns the tensors that hold them."""
+        by_key, key_bits = _packed(self.by_key, mask, stream)
+        by_query, query_bits = _packed(self.by_query, mask, stream)
+        _BITS.pack_into(params, _BITS_AT, *key_bits, *query_bits, self.mask_block)
+        return by_key, by_query
 
 
 _plan = functools.lru_cache(maxsize=1024)(BackwardPlan)
@@ -497,30 +456,7 @@ _kernels = functools.cache(_Kernels)
 def _kernels_for(
     config: BackwardConfig, dtype: torch.dtype, device: int, **features: int
 ) -> _Kernels:
-    return _kernels(tuple(kernel_defines(config, dtype, **features).items()), config, device)
-
-
-def kernel_defines(
-    config: BackwardConfig, dtype: torch.dtype, *, window: bool = False, kv_lens: bool = False,
-    ranges: bool = False, softcap: int = 0, alibi: int = 0, mask: bool = False,
-    dropout: bool = False, split: bool = False,
-) -> dict[str, int]:  # fmt: skip
-    """The macros of the kernels.
-
-    `window`: causal or with a window; `softcap`: see `softcap_kind`; `alibi`: 2 of packed
-    sequences; `split`: each group of query heads is divided into several parts.
-    """
-    return config.defines() | {
-        "IS_BF16": int(dtype == torch.bfloat16),
-        "HAS_WINDOW": int(window),
-        "HAS_KV_LENS": int(kv_lens),
-        "HAS_RANGES": int(ranges),
-        "HAS_SOFTCAP": int(softcap),
-        "HAS_ALIBI": int(alibi),
-        "HAS_MASK": int(mask),
-        "HAS_DROPOUT": int(dropout),
-        "SPLITS_GROUP": int(split),
-    }
+    return _kernels(tuple(macros(config, dtype, **features).items()), config, device)
 
 
 # The gradient of a float mask: a separate kernel that sums broadcast elements in fixed order.
@@ -547,8 +483,8 @@ def mask_gradient(
     for count, one in zip(blocks, summed):
         tiles, loop = (tiles, loop * count) if one else (tiles * count, loop)
     index = q.device.index
-    sms = torch.cuda.get_device_properties(index).multi_processor_count
-    steps = -(-loop // max(1, min(loop, _CTAS_A_PROCESSOR * sms // tiles)))
+    most = _CTAS_A_PROCESSOR * processors(index) // tiles
+    steps = -(-loop // max(1, min(loop, most)))
     splits = -(-loop // steps)
     # a sum over queries or keys leaves those of one tile apart
     tile = 1, 1, config.rows, config.columns
@@ -635,7 +571,7 @@ def prefers_whole_heads(
     Args:
         query: shape (B, Hq, Sq, D).
         key: shape (B, Hkv, Sk, D).
-        sides: keys on either side of the diagonal, see `problem.window_sides`.
+        sides: keys on either side of the diagonal, see `kernel_plan.window_sides`.
         processors: multiprocessors of the device.
     """
     (B, Hq, Sq, D), (_, Hkv, Sk, _) = query, key
@@ -702,7 +638,7 @@ def prefers_pairs(
     Args:
         query: shape (B, Hq, Sq, D); of a packed batch B is 1, and Sq counts all tokens.
         key: shape (B, Hkv, Sk, D).
-        sides: keys on either side of the diagonal, see `problem.window_sides`.
+        sides: keys on either side of the diagonal, see `kernel_plan.window_sides`.
         processors: multiprocessors of the device.
         has_ranges: whether key ranges say which keys queries attend. The host does not know them.
         sequences: of a packed batch. Half of their mean length is counted, as they may be causal.

@@ -5,13 +5,67 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from fa_ops.backends.hopper.problem import copy_keys
-from fa_ops.call.options import PAGE_SCALES, TOKEN_SCALES
+from fa_ops.call.options import ALIGNMENT, MAX_LENGTH, PAGE_SCALES, TOKEN_SCALES
 
 _MASK_BYTES = 64 * 16 + 16  # of a consumer: a bit for each of its rows and 128 keys, two barriers
 _TILE_BYTES = 32  # of a tile that the backward's producer publishes
 _WORK_BYTES = 2 * 48 + 8  # two work items of cuda/tiles.cuh, and their alignment
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
+MAX_NARROW_DIM = 256  # head dimension of all kernels but one
+_HEAD_DIM_MULTIPLE = ALIGNMENT // 2  # of 2 bytes: rows are aligned
+_LARGEST_SCALE = 2.0**24  # times NEVER of cuda/softmax.cuh, a float32
+COPIED_PAGES = (4, 8, 16, 32)  # keys of pages that one TMA copy brings
+
+# Features of kernels with their default: what `kernel_plan.macros` may be given.
+_FORWARD = dict.fromkeys(
+    ("window", "left", "kv_lens", "ranges", "softcap", "alibi", "sinks", "mask", "dropout"), 0
+) | {"splits": 0}  # fmt: skip
+_QUANTIZED = {"is_int8": 1} | dict.fromkeys(
+    ("window", "left", "kv_lens", "ranges", "softcap", "sinks", "signs", "head_scales"), 0
+) | {"rotated": 0}  # fmt: skip
+_BACKWARD = dict.fromkeys(
+    ("window", "kv_lens", "ranges", "softcap", "alibi", "mask", "dropout", "split"), 0
+)
+_MLA = {"paged": 0, "kv_lens": 1}
+_DECODE = _MLA | dict.fromkeys(("ranges", "softcap", "alibi", "sinks", "shares_tokens"), 0)
+
+
+def limit_error(scale: float, queries: int, keys: int) -> str | None:
+    """Why scale or lengths exceed what the kernels can represent, or None."""
+    if scale <= 0:
+        return f"needs a positive scale, got {scale}"
+    if not scale <= _LARGEST_SCALE:
+        return f"needs a scale of at most {_LARGEST_SCALE:.0f}, got {scale}"
+    if max(queries, keys) > MAX_LENGTH:
+        return f"attends {MAX_LENGTH} queries and keys at most, got {queries} and {keys}"
+    return None
+
+
+def head_dim_error(D: int, Dv: int, widest: int = MAX_NARROW_DIM) -> str | None:
+    """Why the kernels do not have these head dimensions, or None."""
+    unit = _HEAD_DIM_MULTIPLE
+    if D % unit or Dv % unit or max(D, Dv) > widest:
+        return (
+            f"needs head dims that are multiples of {unit} and at most {widest}, got {D} and {Dv}"
+        )
+    return None
+
+
+def copy_keys(page: int) -> int:
+    """The number of keys of a page that one TMA copy brings, or 1 where keys are gathered.
+
+    `page`: keys of a page; 0 for a contiguous cache.
+    """
+    if page % 64 == 0:
+        return 64
+    return page if page in COPIED_PAGES else 1
+
+
+def page_error(page: int) -> str | None:
+    """Why prompts do not attend pages of so many keys, or None."""
+    if copy_keys(page) < 16:
+        return f"needs pages of 16, 32 or a multiple of 64 keys, got {page}"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +103,7 @@ class Config(HeadDims):
     packs_queries: bool = False  # of sequences with pages: a tile looks up where its sequence is
     skips_tiles: bool = False  # that `mask_blocks` do not list
 
-    kernel = "forward"
+    kernel, features = "forward", _FORWARD
 
     def __post_init__(self) -> None:
         # the product with the values takes 16 keys at a time
@@ -83,7 +137,7 @@ class Config(HeadDims):
         tiles += (8 + 4) * self.stages if self.skips_tiles else 0  # which block a stage holds
         return tiles + 8 * barriers + _WORK_BYTES + has_mask * consumers * _MASK_BYTES
 
-    def defines(self) -> dict[str, int]:
+    def defines(self, mask: int = 0, **_: int) -> dict[str, int]:
         """The macros of this configuration."""
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
@@ -94,7 +148,7 @@ class Config(HeadDims):
             "IS_PAGED": int(self.copy_keys > 0), "COPY_KEYS": self.copy_keys,
             "WHOLE_ROWS": int(self.whole_rows), "PACKED_HEADS": self.packed_heads,
             "CTAS": self.ctas, "PACKED_QUERIES": int(self.packs_queries),
-            "SKIPS_TILES": int(self.skips_tiles),
+            "SKIPS_TILES": int(self.skips_tiles), "SHARED_BYTES": self.shared_bytes(mask > 0),
         }  # fmt: skip
 
 
@@ -109,7 +163,7 @@ class WideConfig(HeadDims):
     value_slots: int = 3
     rescale_threshold: int = 8  # as the forward's
 
-    kernel = "forward_wide"
+    kernel, features = "forward_wide", _FORWARD
     threads, tile_queries, packed_heads, whole_rows = 384, 128, 1, False
     block_n, copy_keys = 64, 32  # each CTA copies half of a block to both
     value_dim = 512
@@ -121,13 +175,14 @@ class WideConfig(HeadDims):
         weights = 2 * 64 * 64 * 2
         return columns * 64 * 128 + weights + 4 * 64 * 4 + 8 * barriers
 
-    def defines(self) -> dict[str, int]:
+    def defines(self, mask: int = 0, **_: int) -> dict[str, int]:
         """The macros of this configuration."""
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_M": self.tile_queries,
             "BLOCK_N": self.block_n, "KEY_SLOTS": self.key_slots, "VALUE_SLOTS": self.value_slots,
             "RESCALE_THRESHOLD": self.rescale_threshold, "PACKED_HEADS": self.packed_heads,
             "BIAS_BITS": 0, "IS_PAGED": 0, "PACKED_QUERIES": 0,
+            "SHARED_BYTES": self.shared_bytes(mask > 0),
         }  # fmt: skip
 
 
@@ -149,6 +204,7 @@ class QuantizedConfig:
     packs_queries: bool = False  # of sequences that follow one another
     copy_keys: int = 0  # that one copy brings from a page; 0: keys have no pages
 
+    kernel, features = "quantized", _QUANTIZED
     block_n = 128  # a row of transposed values is one swizzle atom
 
     @property
@@ -180,7 +236,7 @@ class QuantizedConfig:
         pages = 4 * self.stages if self.copy_keys else 0
         return queries + keys + totals + 8 * barriers + work + pages
 
-    def defines(self) -> dict[str, int]:
+    def defines(self, rotated: int = 0, **_: int) -> dict[str, int]:
         """The macros of this configuration."""
         packed = {"PACKED_QUERIES": 1, "LONGEST_FIRST": 1} if self.packs_queries else {}
         if self.copy_keys:
@@ -192,6 +248,7 @@ class QuantizedConfig:
             "BLOCK_N": self.block_n, "STAGES": self.stages, "QUERY_STAGES": self.query_stages,
             "SHARED_BYTES": self.shared_bytes, "SUMMED_KEYS": self.summed_keys,
             "SUMS_BY_PRODUCT": int(self.sums_by_product),
+            "ROTATED_BITS": rotated_bits(rotated) if self.quantises_queries else 0,
         }  # fmt: skip
 
 
@@ -222,6 +279,7 @@ class BackwardConfig(HeadDims):
     sums_rows: bool = False  # with whole heads: it also sums rows, in place of `preprocess`
     key_slots: int = 1  # with 2, the next keys are copied while these are used
 
+    features = _BACKWARD
     products = "backward", "backward_queries"  # the kernels: the second one unless `adds_dq`
 
     @property
@@ -316,7 +374,7 @@ class BackwardConfig(HeadDims):
         slots = self.query_stages * self.query_block_n * self.head_dim * 2
         return queries + slots + 8 * (2 + 2 * self.query_stages)
 
-    def defines(self) -> dict[str, int]:
+    def defines(self, **_: int) -> dict[str, int]:
         """The macros of this configuration."""
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
@@ -398,6 +456,11 @@ class MaskGradientConfig:
             "MASK_STAGES": self.stages,
             "MASK_SHARED_BYTES": self.shared_bytes,
         }
+
+
+def rotated_bits(D: int) -> int:
+    """The binary logarithm of the features that are rotated together."""
+    return max((D & -D).bit_length() - 1, 0)
 
 
 def padded(dim: int) -> int:
@@ -585,7 +648,7 @@ class DecodeConfig:
     is_e4m3: bool = False  # keys and values, of one byte
     scales: int = 0  # one of the constants of `types`
 
-    merge_threads = 256
+    kernel, features, merge_threads = "decode", _DECODE, 256
     # bytes of an element of a partial result, and statistics of a row, as in the kernel
     partial_bytes, stats_per_row = 4, 1
 
@@ -647,7 +710,7 @@ class DecodeConfig:
         barriers = 8 * (4 + 3 * self.stages)
         return tiles + self._fixed_bytes + self._pages_bytes + barriers
 
-    def defines(self) -> dict[str, int]:
+    def defines(self, **_: int) -> dict[str, int]:
         """The macros of this configuration."""
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "ROWS": self.rows,
@@ -667,7 +730,7 @@ class MlaConfig:
     value_dim: int = 512
     rescale_threshold: int = 8  # as the forward's
 
-    threads, merge_threads = 384, 512
+    kernel, features, threads, merge_threads = "mla", _MLA, 384, 512
     rows = 64
     block_n = 64
     partial_bytes, stats_per_row = 2, 2  # as in DecodeConfig
@@ -681,7 +744,7 @@ class MlaConfig:
         pages = 2 * 4 * _words(self.block_n // self.copy_keys)
         return tiles + staged + 6 * self.rows * 4 + 2 * 32 + pages + 8 * barriers
 
-    def defines(self) -> dict[str, int]:
+    def defines(self, **_: int) -> dict[str, int]:
         """The macros of this configuration."""
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_N": self.block_n,

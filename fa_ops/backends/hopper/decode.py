@@ -3,8 +3,8 @@
 One kernel reads each key once, another merges the splits of a row that several CTAs share. One
 launch before it writes new keys and values and rotates the queries. Everything here depends on
 shapes alone: lengths and pages are read on the device, so a captured CUDA graph serves every
-length. A cache that grows has another shape in every step: a family of calls shares all that does
-not depend on how many keys there are. `mla` has the same parts for latent caches.
+length. A cache that grows has another shape in every step: its plans share a template, which has
+all that does not depend on how many keys there are. `mla` has the same parts for latent caches.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.configs import DecodeConfig, MlaConfig, decode_config
-from fa_ops.backends.hopper.problem import (
-    MISALIGNED,
-    UNBOUNDED,
-    ScoreUnits,
+from fa_ops.backends.hopper.configs import (
+    DecodeConfig,
+    MlaConfig,
     copy_keys,
+    decode_config,
     head_dim_error,
     limit_error,
+)
+from fa_ops.backends.hopper.kernel_plan import (
+    MISALIGNED,
+    UNBOUNDED,
+    Geometry,
+    KernelPlan,
+    macros,
+    result_layouts,
     softcap_kind,
     tma_aligned,
-    window_sides,
 )
 from fa_ops.backends.hopper.runtime import launch
 from fa_ops.backends.hopper.runtime.launch import (
@@ -99,26 +105,29 @@ def gathering_error(cache: Cache, tensors: dict[str, Tensor]) -> str | None:
     return None
 
 
-class SplitKvFamily:
-    """The part of a plan that does not depend on the number and strides of keys and values."""
+class SplitKvTemplate:
+    """The part of a plan that does not depend on the number and strides of keys and values.
+
+    Of its geometry the keys have no tokens, but those of a page, and neither they nor values have
+    strides.
+    """
 
     def __init__(
-        self, kind: str, config: DecodeConfig | MlaConfig, defines: dict[str, int],
-        q_map: TensorMap, out_shape: tuple[int, int, int, int], dtype: torch.dtype, device: int,
-        params: struct.Struct, options: tuple,
+        self, g: Geometry, config: DecodeConfig | MlaConfig, q_map: TensorMap,
+        params: struct.Struct, **features: int,
     ) -> None:  # fmt: skip
-        B, Hq, Sq, Dv = out_shape
-        self.device, self.block_n, self.options = device, config.block_n, options
-        self.ctas = processors(device)
+        B, Hq, Sq, _ = g.shapes[0]
+        self.config, self.device, self.block_n = config, g.device, config.block_n
+        self.ctas = processors(g.device)
         self.grid = self.ctas, 1
-        entries = entries_of(kind, config)
-        self.kernels = launch.kernels(kind, device, entries, tuple(defines.items()))
+        defines = macros(config, g.dtype, paged=g.table is not None, kv_lens=g.has_lens, **features)
+        entries = entries_of(config)
+        self.kernels = launch.kernels(config.kernel, g.device, entries, tuple(defines.items()))
         self.q_map = q_map
         # made of shape and strides; every byte is read once, so an L2 promotion to 256 bytes would
         # cost bandwidth
         self.cache_map = functools.partial(TensorMap, rows=config.copy_keys, promotion=PROMOTE_128B)
-        self.out = out_shape, (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
-        self.lse = out_shape[:3], (Hq * Sq, Sq, 1), torch.float32
+        self.out, self.lse = result_layouts(g)
         # partial sums and statistics of each CTA's first and last work item, then lse if the call
         # does not return it (a returned lse is a tensor of its own: it would keep the workspace)
         rows = 2 * self.ctas * config.rows
@@ -136,13 +145,14 @@ class SplitKvFamily:
         return tiles <= 1 or -(-items // groups) * tiles <= whole_tiles
 
 
-class SplitKvPlan:
-    """The part of a call that depends on its geometry only, not on addresses or values.
+class SplitKvPlan(KernelPlan):
+    """One launch, and a second one that merges the rows that CTAs share.
 
-    Subclasses set `family` and `kernels`, of which the second merges the rows that CTAs share.
+    Subclasses set `template`, which the plans of a growing cache share, `kernels`, the tensor maps
+    of keys and values, and what is packed of a geometry.
     """
 
-    family: SplitKvFamily
+    template: SplitKvTemplate
     kernels: tuple[launch.Kernel, ...]
 
     def take_params(
@@ -156,10 +166,6 @@ class SplitKvPlan:
         """
         raise NotImplementedError
 
-    def plan_of(self, q: Tensor, k: Tensor, v: Tensor) -> SplitKvPlan:
-        """The plan of the same call with other tensors."""
-        raise NotImplementedError
-
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True,
         appender: Appender | None = None,
@@ -168,9 +174,9 @@ class SplitKvPlan:
 
         `appender` is launched before: what it writes for this call alone is in the same workspace.
         """
-        family = self.family
-        if current_device() != family.device:
-            with torch.cuda.device(family.device):
+        template = self.template
+        if current_device() != template.device:
+            with torch.cuda.device(template.device):
                 return self.run(q, k, v, tensors, with_lse, appender)
         q_at, k_at, v_at = inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (q_at | k_at | v_at) & MISALIGNED:
@@ -178,23 +184,30 @@ class SplitKvPlan:
                 q, kv_lens = appender.run(q, k, v, tensors)
                 tensors = tensors._replace(kv_lens=kv_lens)
             q, k, v = map(tma_aligned, (q, k, v))
-            return self.plan_of(q, k, v).run(q, k, v, tensors, with_lse)
-        stream = current_stream(family.device)
-        out = empty(*family.out)
-        workspace = empty(*(family.workspace if appender is None else appender.workspace))
-        lse = empty(*family.lse) if with_lse else None
+            plan = split_kv_plan(type(self), with_layouts(self.geometry, q, k, v))
+            return plan.run(q, k, v, tensors, with_lse)
+        stream = current_stream(template.device)
+        out = empty(*template.out)
+        workspace = empty(*(template.workspace if appender is None else appender.workspace))
+        lse = empty(*template.lse) if with_lse else None
         at = workspace.data_ptr()
-        lse_at = at + family.lse_offset if lse is None else lse.data_ptr()
-        outputs = out.data_ptr(), lse_at, at, at + family.stats_offset
+        lse_at = at + template.lse_offset if lse is None else lse.data_ptr()
+        outputs = out.data_ptr(), lse_at, at, at + template.stats_offset
         kv_lens = 0 if tensors.kv_lens is None else tensors.kv_lens.data_ptr()
         if appender is not None:
             q_at, kv_lens = appender.launch(*inputs, kv_lens, at, tensors, stream)
             inputs = q_at, k_at, v_at
         params, kept = self.take_params(inputs, kv_lens, outputs, tensors)
-        launch_dependent(self.kernels, family.grid, stream, params[1])
-        family.params.give_back(params)
+        launch_dependent(self.kernels, template.grid, stream, params[1])
+        template.params.give_back(params)
         del kept
         return out, lse
+
+
+@functools.lru_cache(maxsize=1024)
+def split_kv_plan(kind: type[SplitKvPlan], geometry: Geometry) -> SplitKvPlan:
+    """The plan of a geometry."""
+    return kind(geometry)
 
 
 def check_tiles(B: int, items: int, keys: int) -> None:
@@ -223,9 +236,37 @@ def table_layout(table: Tensor | None) -> tuple[int, int] | None:
     return None if table is None else (table.shape[1], table.stride(0))
 
 
-def entries_of(kind: str, config: DecodeConfig | MlaConfig) -> tuple[Entry, Entry]:
+def geometry_of(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Geometry:
+    """The geometry of a call that reads its cache."""
+    table = cache.page_table
+    geometry = Geometry.of(
+        q, k, v, spec, table=table_layout(table), key_dtype=k.dtype,
+        scales=scales_of(cache.k_scale, cache.v_scale, table is not None),
+    )  # fmt: skip
+    return geometry if table is None else with_layouts(geometry, q, k, v)
+
+
+def with_layouts(g: Geometry, q: Tensor, k: Tensor, v: Tensor) -> Geometry:
+    """The geometry of the same call with other tensors, heads of a page before its tokens."""
+    paged = g.table is not None
+    return g._replace(
+        shapes=(q.shape, by_head(k.shape, paged), by_head(v.shape, paged)),
+        strides=(q.stride(), by_head(k.stride(), paged), by_head(v.stride(), paged)),
+    )
+
+
+def without_keys(g: Geometry) -> Geometry:
+    """The geometry of a template."""
+    q, (pages, Hkv, page, D), (*_, Dv) = g.shapes
+    if g.table is None:
+        pages = page = 0
+    keys = pages, Hkv, page, D
+    return g._replace(shapes=(q, keys, (pages, Hkv, page, Dv)), strides=g.strides[:1])
+
+
+def entries_of(config: DecodeConfig | MlaConfig) -> tuple[Entry, Entry]:
     """The attention kernel and the combine kernel."""
-    first = Entry(kind, config.threads, config.shared_bytes)
+    first = Entry(config.kernel, config.threads, config.shared_bytes)
     return first, Entry("combine", config.merge_threads)
 
 
@@ -267,7 +308,7 @@ def memory_error(
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
     tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
-    return _plan_of(q, k, v, *_options(cache, spec)).run(q, k, v, tensors)
+    return split_kv_plan(DecodePlan, geometry_of(q, k, v, cache, spec)).run(q, k, v, tensors)
 
 
 def prepare(call: Call) -> Run:
@@ -277,68 +318,36 @@ def prepare(call: Call) -> Run:
 
 def plan_of(call: Call) -> DecodePlan:
     """The plan of a call that reads its cache."""
-    return _plan_of(call.query, call.key, call.value, *_options(call.cache, call.spec))
-
-
-def _options(cache: Cache, spec: Spec) -> tuple:
-    """The options that a plan depends on in addition to query, key and value."""
-    slopes = spec.alibi_slopes
-    return (
-        (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
-        table_layout(cache.page_table),
-        spec.kv_lens is not None,
-        None if slopes is None else slopes.dim(),
-        spec.sinks is not None,
-        None if spec.key_ranges is None else spec.key_ranges.shape[0],
-        scales_of(cache.k_scale, cache.v_scale, cache.page_table is not None),
+    return split_kv_plan(
+        DecodePlan, geometry_of(call.query, call.key, call.value, call.cache, call.spec)
     )
 
 
-def _plan_of(q: Tensor, k: Tensor, v: Tensor, *options) -> DecodePlan:
-    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-    return _plan(q.dtype, k.dtype == _E4M3, q.device.index, shapes, strides, options)
-
-
-class DecodeFamily(SplitKvFamily):
+class DecodeTemplate(SplitKvTemplate):
     """The part of a plan that does not depend on the number and strides of keys and values."""
 
-    def __init__(
-        self, dtype, is_e4m3, device, q_shape, q_strides, Hkv, Dv, pages, page, width, options
-    ):
-        scalar_options, table, has_lens, slopes, has_sinks, ranges, scales = options
-        B, Hq, Sq, D = q_shape
-        group = Hq // Hkv
-        causal, scale, left, right, softcap = scalar_options
-        left, right, _ = window_sides(causal, left, right)
+    def __init__(self, g: Geometry, width: int) -> None:
+        (B, Hq, Sq, D), (pages, Hkv, page, _), (*_, Dv) = g.shapes
+        group, units, is_e4m3 = Hq // Hkv, g.units, g.key_dtype == _E4M3
+        left, right, _ = g.sides
         if Sq == 1:
             right = UNBOUNDED  # a single query is at the position of the last key
-        units = ScoreUnits.of(D, scale, softcap)
-        config = decode_config(D, Dv, group * Sq, page, is_e4m3, scales)
-        defines = kernel_defines(
-            config,
-            dtype,
-            paged=table is not None,
-            kv_lens=has_lens,
-            ranges=ranges is not None,
-            softcap=softcap_kind(softcap),
-            alibi=slopes is not None,
-            sinks=has_sinks,
-            shares_tokens=width > 1,
-        )
-        q_map = TensorMap(dtype, q_shape, q_strides, Sq, heads=group)
         super().__init__(
-            "decode", config, defines, q_map, (B, Hq, Sq, Dv), dtype, device, _PARAMS, options
-        )
-        self.config, self.cache_dtype = config, torch.uint8 if is_e4m3 else dtype
+            g, decode_config(D, Dv, group * Sq, page, is_e4m3, g.scales),
+            TensorMap(g.dtype, g.shapes[0], g.strides[0], Sq, heads=group), _PARAMS,
+            ranges=g.ranges is not None, softcap=softcap_kind(g.softcap),
+            alibi=g.slopes is not None, sinks=g.has_sinks, shares_tokens=width > 1,
+        )  # fmt: skip
+        self.cache_dtype = torch.uint8 if is_e4m3 else g.dtype
         self.groups = self.ctas // width
         self.items = B * Hkv // width
         self.idle = -self.items % self.groups  # as in the kernel
-        self.has_uneven_items = has_lens or ranges is not None
+        self.has_uneven_items = g.has_lens or g.ranges is not None
         self._before_capacity = B, Hq, Hkv, group, Sq
         self._after_capacity = (
-            *(Dv, self.idle, left, right, page, pages, 0 if table is None else table[1]),
-            Hq if slopes == 2 else 0,
-            2 if ranges and ranges > 1 else 0,
+            *(Dv, self.idle, left, right, page, pages, g.table[1] if g.table else 0),
+            Hq if g.slopes else 0,
+            2 if g.ranges and g.ranges[0] > 1 else 0,
             *(units.inside_tanh, units.log2, 1.0 / units.accumulator, D, width),
         )
 
@@ -362,31 +371,29 @@ class DecodeFamily(SplitKvFamily):
 
 
 class DecodePlan(SplitKvPlan):
-    """The part of a call that depends on its geometry only, not on addresses or values."""
+    """Few queries against a long cache."""
 
-    def __init__(self, dtype, is_e4m3, device, shapes, strides, options):
-        q_shape, key_shape, (*_, Dv) = shapes
-        table = options[1]
-        paged = table is not None
-        q_strides, k_strides, v_strides = strides
-        k_strides, v_strides = by_head(k_strides, paged), by_head(v_strides, paged)
-        k_shape = by_head(key_shape, paged)
-        pages, page, capacity = cache_sizes(k_shape, table and table[0])
-        B, Hkv = q_shape[0], k_shape[1]
+    def configure(self, g: Geometry) -> None:
+        """The template, the kernels, and the keys that a batch row has room for."""
+        k_shape, size = g.shapes[1], 1 if g.key_dtype == _E4M3 else 2
+        B, Hkv, (*_, capacity) = (
+            g.shapes[0][0],
+            k_shape[1],
+            cache_sizes(k_shape, g.table and g.table[0]),
+        )
         check_tiles(B, Hkv, capacity)
-        self.family = family = _family(
-            dtype, is_e4m3, device, q_shape, q_strides, Hkv, Dv, pages, page,
-            group_width(B, k_shape, k_strides, processors(device), 1 if is_e4m3 else 2), options,
-        )  # fmt: skip
-        self.kernels = family.kernels[: 1 + family.shares_rows(capacity)]
-        self.k_map = family.map_of(k_shape, k_strides)
-        self.v_map = family.map_of((*k_shape[:3], Dv), v_strides)
-        self.scalars = family.scalars(capacity)
-        self.strides = _STRIDES.pack(*q_strides[:3], *k_strides[:3], *v_strides[:3])
+        width = group_width(B, k_shape, g.strides[1], processors(g.device), size)
+        self.template, self.capacity = _template(without_keys(g), width), capacity
+        self.kernels = self.template.kernels[: 1 + self.template.shares_rows(capacity)]
 
-    def plan_of(self, q: Tensor, k: Tensor, v: Tensor) -> DecodePlan:
-        """The plan of the same call with other tensors."""
-        return _plan_of(q, k, v, *self.family.options)
+    def map_tensors(self, g: Geometry) -> None:
+        """Keys and values."""
+        self.k_map, self.v_map = map(self.template.map_of, g.shapes[1:], g.strides[1:])
+
+    def pack_parameters(self, g: Geometry) -> None:
+        """Sizes and factors, and strides."""
+        self.scalars = self.template.scalars(self.capacity)
+        self.strides = _STRIDES.pack(*g.strides[0][:3], *g.strides[1][:3], *g.strides[2][:3])
 
     def take_params(
         self, inputs: tuple[int, int, int], kv_lens: int, outputs: tuple[int, ...],
@@ -405,10 +412,10 @@ class DecodePlan(SplitKvPlan):
             k_scale = k_scale.contiguous()
         if v_scale is not None:
             v_scale = v_scale.contiguous()
-        family, (q, k, v) = self.family, inputs
+        template, (q, k, v) = self.template, inputs
         kept = ranges, table, sinks, slopes, k_scale, v_scale
-        params = family.params.take(
-            family.q_map[q], self.k_map[k], self.v_map[v], *outputs, kv_lens,
+        params = template.params.take(
+            template.q_map[q], self.k_map[k], self.v_map[v], *outputs, kv_lens,
             *[0 if t is None else t.data_ptr() for t in kept], self.scalars, *inputs, self.strides,
         )  # fmt: skip
         return params, kept
@@ -428,26 +435,7 @@ def group_width(
     return 8 if has_lines and Hkv % 8 == 0 and ctas <= 2 * B * Hkv and ctas >= 8 else 1
 
 
-def kernel_defines(
-    config: DecodeConfig, dtype: torch.dtype, *, paged: bool = False, kv_lens: bool = True,
-    ranges: bool = False, softcap: int = 0, alibi: bool = False, sinks: bool = False,
-    shares_tokens: bool = False,
-) -> dict[str, int]:  # fmt: skip
-    """The macros of a kernel."""
-    return config.defines() | {
-        "IS_BF16": int(dtype == torch.bfloat16),
-        "IS_PAGED": int(paged),
-        "HAS_KV_LENS": int(kv_lens),
-        "HAS_RANGES": int(ranges),
-        "HAS_SOFTCAP": int(softcap),
-        "HAS_ALIBI": int(alibi),
-        "HAS_SINKS": int(sinks),
-        "SHARES_TOKENS": int(shares_tokens),
-    }
-
-
-_family = functools.lru_cache(maxsize=256)(DecodeFamily)
-_plan = functools.lru_cache(maxsize=1024)(DecodePlan)
+_template = functools.lru_cache(maxsize=256)(DecodeTemplate)
 
 
 # New keys and values of a cached call, written before a kernel attends them; queries rotated.
@@ -496,7 +484,7 @@ def append_before(plan_of: Callable[[Call], SplitKvPlan], call: Call) -> Run:
     if appender.rotates:  # rotated queries are a tensor of their own
         rest = rest._replace(query=rest.query.new_empty(rest.query.shape))
     plan = plan_of(rest)
-    appender.share(plan.family.workspace)
+    appender.share(plan.template.workspace)
     return functools.partial(plan.run, appender=appender)
 
 

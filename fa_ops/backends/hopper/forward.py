@@ -7,7 +7,6 @@ caches are converted first.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -18,32 +17,37 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import conversion
-from fa_ops.backends.hopper import decode, eight_bit_inputs, masks
-from fa_ops.backends.hopper.configs import Config, WideConfig, forward_config, padded, short_config
-from fa_ops.backends.hopper.masks import (
-    Bias,
-    BlockLists,
-    MaskLayout,
-    MaskPacker,
-    bits_of,
-    skipped_lists,
+from fa_ops.backends.hopper import decode
+from fa_ops.backends.hopper.configs import (
+    Config,
+    WideConfig,
+    forward_config,
+    padded,
+    page_error,
+    short_config,
 )
-from fa_ops.backends.hopper.problem import (
+from fa_ops.backends.hopper.kernel_plan import (
     LOG2E,
     MISALIGNED,
     UNBOUNDED,
-    ScoreUnits,
-    alibi_kind,
+    Geometry,
+    KernelPlan,
+    kernel_of,
     key_section,
     one_batch,
-    page_error,
-    shared_strides,
+    result_layouts,
     softcap_kind,
     tma_aligned,
-    window_sides,
+)
+from fa_ops.backends.hopper.masks import (
+    Bias,
+    MaskLayout,
+    MaskPacker,
+    RareOptions,
+    bits_of,
+    skipped_lists,
 )
 from fa_ops.backends.hopper.runtime.launch import (
-    Kernel,
     Params,
     TensorMap,
     address,
@@ -51,24 +55,30 @@ from fa_ops.backends.hopper.runtime.launch import (
     current_stream,
     empty,
     kernel,
+    on_device,
     processors,
     set_zero,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
 from fa_ops.call.call import CACHED, Call, Run, general
-from fa_ops.call.options import NO_OPERANDS, Cache, Operands, Spec, heads_of_tile, rows_are_aligned
+from fa_ops.call.options import (
+    NO_OPERANDS,
+    Cache,
+    Operands,
+    Spec,
+    heads_of_tile,
+    rows_are_aligned,
+    scales_of,
+)
 
 # Dense forward on sm_90a, following FlashAttention-3: one launch for each call.
 
-# maps and addresses; strides and scalars; dropout, pages, a mask's lists, a bias
+# maps and addresses; strides and scalars; what `RareOptions` writes; pages
 _PARAMS = struct_layout("forward_rows.cuh", "ForwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("q", "v_rows"), _PARAMS.packer("q_strides", "mask_range")
-_OPTIONS = "dropout", "pages", "blocks", "positions", "bias"
-_PAGES, _BLOCKS, _POSITIONS = (_PARAMS.packer(name, name) for name in _OPTIONS[1:4])
-_DROPOUT_AT, _PAGES_AT, _BLOCKS_AT, _POSITIONS_AT, _BIAS_AT = (
-    _PARAMS.fields[name].offset for name in _OPTIONS
-)
+_PAGES, _PAGES_AT = _PARAMS.packer("pages", "pages"), _PARAMS.fields["pages"].offset
 _NO_ADDRESSES = 0, 0, 0, 0
+E4M3 = torch.float8_e4m3fn
 _COUNTER = (1,), (1,), torch.int32
 
 
@@ -156,106 +166,106 @@ def plan_of(
 
     A packed batch of `sequences` is one long sequence, with key ranges or a row of the table each.
     """
-    mask, ranges, slopes = spec.attn_mask, spec.key_ranges, spec.alibi_slopes
+    mask, lists = spec.attn_mask, None if spec.mask_blocks is None else skipped_lists(spec)
     return _plan(
-        q.dtype,
-        q.device.index,
-        (q.shape, k.shape, v.shape),
-        (q.stride(), k.stride(), v.stride()),
-        (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
-        spec.kv_lens is not None,
-        None if ranges is None else shared_strides(ranges),
-        spec.sinks is not None,
-        None if slopes is None else shared_strides(slopes),
-        None if mask is None or bias is not None else MaskLayout.of(mask),
-        bias,
-        spec.dropout_p,
-        None if table is None else (table.shape[1], table.stride(0)),
-        sequences,
-        None if spec.mask_blocks is None else skipped_lists(spec),
-    )
+        Geometry.of(
+            q, k, v, spec, bias=bias, lists=lists, sequences=sequences,
+            mask=None if mask is None or bias is not None else MaskLayout.of(mask),
+            table=table if table is None else decode.table_layout(table),
+        )
+    )  # fmt: skip
 
 
-class ForwardPlan:
-    """The part of a forward pass that depends on its geometry only, not on addresses or values."""
+class ForwardPlan(KernelPlan):
+    """A forward pass: one launch, and one behind it where tiles attend parts of the keys."""
 
-    def __init__(
-        self, dtype, device, shapes, strides, scalar_options, has_lens, ranges, has_sinks, slopes,
-        mask, bias=None, dropout_p=0.0, table=None, sequences=None, lists=None,
-    ):  # fmt: skip
-        (B, Hq, Sq, D), (count, Hkv, Sk, _), (_, _, _, Dv) = shapes
-        group, page = Hq // Hkv, Sk if table else 0
-        self.pages = (table[1], page, count, *_page_groups(shapes, strides)) if table else ()
-        Sk = page * table[0] if table else Sk
-        causal, scale, left, right, softcap = scalar_options
-        left, right, has_window = window_sides(causal, left, right)
-        units, bias_bits = ScoreUnits.of(D, scale, softcap), bias.dtype.itemsize * 8 if bias else 0
-        few_registers, by_row = bool(mask) or dropout_p > 0, bool(ranges) or slopes is not None
-        self.lists: BlockLists | None = None if bias else lists
-        alibi = 0 if slopes is None else alibi_kind(bool(ranges and sequences))
-        self.positions = 8 * Sq if alibi == 2 else None  # behind the ranges, in bytes
-        config = forward_config(D, Dv, bias_bits, few_registers, page, by_row, lists is not None)
-        is_plain = not (bias or few_registers or ranges)
-        can_cut = is_plain and slopes is None, is_plain and not (sequences and has_sinks)
-        sizes = Shape(B, Hq, Hkv, Sq, min(Sk, Sq + left), Dv)
-        if packs_queries := table is not None and sequences is not None:
-            config, sizes = packed_queries(config, sizes, sequences, can_cut[0])
-        config, splits = tiling_of(config, sizes, processors(device), *can_cut)
+    def configure(self, g: Geometry) -> None:
+        """The tiles, their kernel, and what merges parts.
+
+        Persistent CTAs; tiles of different lengths are scheduled dynamically. Of wide heads a
+        cluster of two CTAs for each tile.
+        """
+        (B, Hq, Sq, D), (count, Hkv, Sk, _), (_, _, _, Dv) = g.shapes
+        self.pages, self.keys, page = (), Sk, 0
+        if g.table:
+            (width, stride), page = g.table, Sk
+            self.pages = stride, page, count, *_page_groups(g.shapes, g.strides)
+            self.keys = page * width
+        left, _, has_window = self.sides = g.sides
+        few_registers, by_row = (
+            bool(g.mask) or g.dropout_p > 0,
+            bool(g.ranges or g.slopes is not None),
+        )
+        config = forward_config(
+            D, Dv, g.bias_bits, few_registers, page, by_row, g.lists is not None
+        )
+        is_plain = not (g.bias or few_registers or g.ranges)
+        can_cut = is_plain and g.slopes is None, is_plain and not (g.sequences and g.has_sinks)
+        sizes = Shape(B, Hq, Hkv, Sq, min(self.keys, Sq + left), Dv)
+        self.packs_queries = g.table is not None and g.sequences is not None
+        if self.packs_queries:
+            config, sizes = packed_queries(config, sizes, g.sequences, can_cut[0])
+        count = processors(g.device)
+        config, self.splits = tiling_of(config, sizes, count, *can_cut)
         if config.whole_rows and not min(self.pages[3:]):
             config = dataclasses.replace(config, whole_rows=False)
-        self.device, self.dropout_p = device, dropout_p
-        self.kernel, self.grid, self.is_dynamic, *blocks = self._schedule(
-            config,
-            (sizes.B * Hq, sizes.Sq, splits),
-            has_window or has_lens or bool(ranges or mask or (bias and bias.blocks)),
-            features=dict(
-                dtype=dtype, window=has_window, left=left < UNBOUNDED, kv_lens=has_lens,
-                ranges=ranges is not None, softcap=softcap and softcap_kind(softcap),
-                alibi=alibi, sinks=has_sinks and splits == 1, mask=mask is not None,
-                dropout=dropout_p > 0, splits=splits > 1,
-            ),
+        self.config, per_tile = config, config.tile_queries
+        self.kernel = kernel_of(
+            config, g.device, g.dtype, window=has_window, left=left < UNBOUNDED,
+            kv_lens=g.has_lens, ranges=g.ranges is not None, alibi=g.alibi,
+            softcap=softcap_kind(g.softcap), sinks=g.has_sinks and self.splits == 1,
+            mask=g.mask is not None, dropout=g.dropout_p > 0, splits=self.splits > 1,
         )  # fmt: skip
-        self.combine = Combine.of((B, Hq, Sq, Dv), splits, dtype, has_sinks, device)
-        self.out, self.lse = _results((B, Hq, Sq, Dv), dtype, sequences is not None)
-        self.maps = _maps(dtype, shapes, strides, config)
-        if bias is not None:
-            self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
-        section = group // config.packed_heads * key_section(B * Hkv, Sk, D + Dv)
-        section, B = (splits, sequences) if packs_queries else (section, B)
-        self.packer = MaskPacker.by_query(mask, Sk, device) if mask else None
-        *self.mask_strides, mask_range = self.packer.bits_layout if mask else (0, 0, 0, 0)
+        self.m_blocks = -(-sizes.Sq // per_tile)
+        self.tiles = sizes.B * Hq // config.packed_heads * self.m_blocks * self.splits
+        if isinstance(config, WideConfig):
+            self.grid, self.is_dynamic = (2 * self.tiles, 1), False
+        else:
+            ctas, masks = count * config.ctas, g.ranges or g.mask or (g.bias and g.bias.blocks)
+            is_uneven = has_window or g.has_lens or bool(masks) or sizes.Sq % per_tile > 0
+            self.grid = min(self.tiles, ctas), 1
+            self.is_dynamic = is_uneven and self.tiles > ctas
+        self.combine = Combine.of((B, Hq, Sq, Dv), self.splits, g.dtype, g.has_sinks, g.device)
+        self.packer = MaskPacker.by_query(g.mask, self.keys, g.device) if g.mask else None
+        self.options = RareOptions.of(g, _PARAMS)
+
+    def map_tensors(self, g: Geometry) -> None:
+        """Queries, keys and values; a box of packed queries holds several heads of each."""
+        self.out, self.lse = result_layouts(g)
+        q_shape, q_strides, config, groups = g.shapes[0], g.strides[0], self.config, (0, 0)
+        if config.whole_rows:
+            groups = self.pages[3:]
+        keys = config.copy_keys or config.block_n
+        box = {"rows": 64}
+        if config.packed_heads > 1:
+            q_shape, q_strides = ((x[0], x[2], x[1], x[3]) for x in (q_shape, q_strides))
+            box = {"rows": config.packed_heads, "heads": config.consumer_queries}
+        self.maps = [
+            TensorMap(g.dtype, q_shape, q_strides, **box),
+            TensorMap(g.dtype, g.shapes[1], g.strides[1], keys, batch_groups=groups[0]),
+            TensorMap(g.dtype, g.shapes[2], g.strides[2], keys, batch_groups=groups[1]),
+        ]
+
+    def pack_parameters(self, g: Geometry) -> None:
+        """Strides, sizes and factors."""
+        (B, Hq, Sq, D), (_, Hkv, *_), (*_, Dv) = g.shapes
+        (left, right, _), units, group = self.sides, g.units, Hq // Hkv
+        section = group // self.config.packed_heads * key_section(B * Hkv, self.keys, D + Dv)
+        if self.packs_queries:
+            section, B = self.splits, g.sequences
+        *self.mask_strides, mask_range = self.packer.bits_layout if self.packer else (0, 0, 0, 0)
         scalars = _SCALARS.pack(
-            *(*strides[0][:3], *strides[1][:3], *strides[2][:3]),
-            *(B, Hq, group, Sq, Sk, D, Dv),
-            *(left, right, *blocks, section),
-            *(ranges or (0, 0, 0)),
-            slopes[0] if slopes else 0,
+            *(*g.strides[0][:3], *g.strides[1][:3], *g.strides[2][:3]),
+            *(B, Hq, group, Sq, self.keys, D, Dv),
+            *(left, right, self.m_blocks, self.tiles, section),
+            *(g.ranges[2:] if g.ranges else (0, 0, 0)),
+            g.slopes[0] if g.slopes else 0,
             units.inside_tanh,
-            LOG2E if bias else units.log2,  # with a bias, scores have its units
+            LOG2E if g.bias else units.log2,  # with a bias, scores have its units
             1.0 / units.accumulator,
             mask_range,
         )
         self.params = Params(_ADDRESSES, scalars.ljust(_PARAMS.size - _ADDRESSES.size, b"\0"))
-        self.row_seeds = masks.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
-        self.has_features = not (self.row_seeds is table is lists is bias is self.positions is None)
-
-    def _schedule(
-        self, config: Config | WideConfig, sizes: tuple[int, int, int], is_uneven: bool,
-        features: dict,
-    ):  # fmt: skip
-        """Persistent CTAs; tiles of different lengths are scheduled dynamically.
-
-        Of wide heads a cluster of two CTAs for each tile.
-        """
-        (heads, Sq, splits), per_tile = sizes, config.tile_queries
-        m_blocks = -(-Sq // per_tile)
-        tiles = heads // config.packed_heads * m_blocks * splits
-        found = _kernel_of(config, self.device, **features)
-        if isinstance(config, WideConfig):
-            return found, (2 * tiles, 1), False, m_blocks, tiles
-        ctas = processors(self.device) * config.ctas
-        is_dynamic = (is_uneven or Sq % per_tile > 0) and tiles > ctas
-        return found, (min(tiles, ctas), 1), is_dynamic, m_blocks, tiles
 
     def run(
         self,
@@ -300,8 +310,10 @@ class ForwardPlan:
             0 if counter is None else counter.data_ptr(), *rows,
         )  # fmt: skip
         held = None
-        if self.has_features:
-            held = self._write_features(params[0], tensors, bias, table, cu_seqlens, stream)
+        if self.options is not None:
+            held = self.options.write(params[0], tensors, bias, cu_seqlens, stream)
+        if table is not None:
+            _PAGES.pack_into(params[0], _PAGES_AT, table.data_ptr(), *self.pages, cu_seqlens[0])
         if counter is not None:
             set_zero(counter.data_ptr(), 1, stream)
         self.kernel.launch(self.grid, stream, params[1])
@@ -310,39 +322,6 @@ class ForwardPlan:
             self.combine.run(stream, written, tensors.sinks, out, lse)
         del held  # the kernel that reads it is launched
         return out, lse
-
-    def _write_features(
-        self, params: ctypes.Array, tensors: Operands, bias: Tensor | None,
-        table: Tensor | None, cu_seqlens: tuple[int, int], stream: int,
-    ) -> Tensor | None:  # fmt: skip
-        """Write the parameters of options that few calls have; returns what dropout's point to."""
-        seeds = None
-        if self.row_seeds is not None:
-            seeds = masks.words_of_rows(self.row_seeds, tensors.dropout_seed, cu_seqlens, stream)
-            masks.write_parameters(params, _DROPOUT_AT, seeds, self.dropout_p)
-        if table is not None:
-            _PAGES.pack_into(params, _PAGES_AT, table.data_ptr(), *self.pages, cu_seqlens[0])
-        if self.positions is not None:
-            at = tensors.key_ranges.data_ptr() + self.positions
-            _POSITIONS.pack_into(params, _POSITIONS_AT, at)
-        if self.lists is not None:
-            blocks = tensors.mask_blocks
-            _BLOCKS.pack_into(params, _BLOCKS_AT, blocks.data_ptr(), *self.lists)
-        if bias is not None:
-            packed = self.bias(bias.data_ptr(), address(tensors.mask_blocks))
-            params[_BIAS_AT : _BIAS_AT + len(packed)] = packed
-        return seeds
-
-
-def _results(shape: tuple[int, int, int, int], dtype: torch.dtype, is_packed: bool) -> list[tuple]:
-    """Sizes, strides and dtype of out and lse; `shape`: (B, Hq, Sq, Dv)."""
-    B, Hq, Sq, Dv = shape
-    if is_packed:
-        out, lse = ((Sq, Hq, Dv), (Hq * Dv, Dv, 1)), ((Hq, Sq), (Sq, 1))
-    else:
-        out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
-        lse = (B, Hq, Sq), (Hq * Sq, Sq, 1)
-    return [(*out, dtype), (*lse, torch.float32)]
 
 
 def _page_groups(shapes: Sequence, strides: Sequence) -> list[int]:
@@ -355,59 +334,6 @@ def _page_groups(shapes: Sequence, strides: Sequence) -> list[int]:
         fits = count > 0 < token and D % 64 == page % 8 == batch % (8 * max(token, 1)) == 0
         found.append(batch // (8 * token) if fits else 0)
     return found
-
-
-def _maps(
-    dtype: torch.dtype, shapes: Sequence, strides: Sequence, config: Config
-) -> list[TensorMap]:
-    """The tensor maps of q, k and v; a box of packed queries holds several heads of each."""
-    (q_shape, *others), (q_strides, *other_strides) = shapes, strides
-    keys = config.copy_keys or config.block_n
-    groups = _page_groups(shapes, strides) if config.whole_rows else (0, 0)
-    maps = [
-        TensorMap(dtype, shape, stride, keys, batch_groups=group)
-        for shape, stride, group in zip(others, other_strides, groups)
-    ]
-    if config.packed_heads == 1:
-        return [TensorMap(dtype, q_shape, q_strides, 64), *maps]
-    swapped = [(x[0], x[2], x[1], x[3]) for x in (q_shape, q_strides)]
-    return [
-        TensorMap(dtype, *swapped, rows=config.packed_heads, heads=config.consumer_queries),
-        *maps,
-    ]
-
-
-def kernel_defines(
-    config: Config, dtype: torch.dtype, *, window: bool = False, kv_lens: bool = False,
-    ranges: bool = False, softcap: int = 0, alibi: int = 0, sinks: bool = False,
-    left: bool = False, mask: bool = False, dropout: bool = False, splits: bool = False,
-) -> dict[str, int]:  # fmt: skip
-    """The macros of a kernel; `window`: causal or a window, `left`: the window has a left side.
-
-    `alibi`: 2 of packed sequences. `splits`: a tile attends one of several parts of the keys.
-    """
-    return config.defines() | {
-        "SHARED_BYTES": config.shared_bytes(mask),
-        "IS_BF16": int(dtype == torch.bfloat16),
-        "HAS_WINDOW": int(window),
-        "HAS_LEFT": int(left or ranges),
-        "HAS_KV_LENS": int(kv_lens),
-        "HAS_RANGES": int(ranges),
-        "HAS_SOFTCAP": int(softcap),
-        "HAS_ALIBI": int(alibi),
-        "HAS_SINKS": int(sinks),
-        "HAS_MASK": int(mask),
-        "HAS_DROPOUT": int(dropout),
-        "SPLITS_KEYS": int(splits),
-    }
-
-
-@functools.lru_cache(maxsize=1024)
-def _kernel_of(config: Config | WideConfig, device: int, **features) -> Kernel:
-    """The kernel of a configuration; `features` are the arguments of `kernel_defines`."""
-    defines = kernel_defines(config, **features)
-    shared, macros = defines["SHARED_BYTES"], tuple(defines.items())
-    return kernel(config.kernel, config.kernel, device, config.threads, shared, macros)
 
 
 _plan = functools.lru_cache(maxsize=1024)(ForwardPlan)
@@ -581,8 +507,8 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
     if cache.page_table is not None and (reason := page_error(k.shape[1])):
         return reason
-    is_e4m3 = k.dtype == eight_bit_inputs.E4M3
-    reason = decode.memory_error(q, k, v, cache, spec, (eight_bit_inputs.E4M3,) if is_e4m3 else ())
+    is_e4m3 = k.dtype == E4M3
+    reason = decode.memory_error(q, k, v, cache, spec, (E4M3,) if is_e4m3 else ())
     return conversion.error(q, k, v, cache) if is_e4m3 and reason is None else reason
 
 
@@ -591,20 +517,20 @@ def cached_forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
     table = cache.page_table
-    if k.dtype == eight_bit_inputs.E4M3:
+    if k.dtype == E4M3:
         k, v = map(tma_aligned, (k, v))
         tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
-        k, v, table = eight_bit_inputs.converter(q, k, v, cache).run(k, v, tensors)
+        k, v, table = converter(q, k, v, cache).run(k, v, tensors)
     return forward(q, *_by_head(k, v, table), spec, table=table)
 
 
 def prepare_cached(call: Call) -> Run:
     """A function that runs cached calls with the geometry of this one."""
     k, v, table = call.key, call.value, call.cache.page_table
-    converter = None
-    if k.dtype == eight_bit_inputs.E4M3:
-        converter = eight_bit_inputs.converter(call.query, k, v, call.cache)
-        k, v, table = converter.empty()
+    own = None
+    if k.dtype == E4M3:
+        own = converter(call.query, k, v, call.cache)
+        k, v, table = own.empty()
     k, v = _by_head(k, v, table)
     attend = prepare_attention(call.query, k, v, call.spec, table)
     if attend is None:
@@ -615,10 +541,10 @@ def prepare_cached(call: Call) -> Run:
         q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         t, table = tensors, tensors.page_table
-        if converter is not None:
+        if own is not None:
             if (k.data_ptr() | v.data_ptr()) & MISALIGNED:
                 return cached_forward(q, k, v, *options.arguments_with(tensors))
-            k, v, table = converter.run(k, v, tensors)
+            k, v, table = own.run(k, v, tensors)
         small = Operands(None, t.alibi_slopes, t.sinks, t.kv_lens)
         return attend(q, *_by_head(k, v, table), small, with_lse, table)
 
@@ -668,3 +594,94 @@ def _paged_plan(call: Call, sequences: int) -> ForwardPlan:
     return plan_of(
         one_batch(call.query), *pages, spec, table=call.cache.page_table, sequences=sequences
     )
+
+
+# Conversion of e4m3 caches to 16 bits for prompts, whose products take many times as long.
+#
+# The keys of each row of the batch are converted in every call, into memory of its own.
+
+_DEQUANTIZE_LAYOUT = struct_layout("dequantize.cu", "DequantizeParams")
+_CACHE_ADDRESSES, _CACHE_SIZES = (
+    _DEQUANTIZE_LAYOUT.packer("k", "table_out"),
+    _DEQUANTIZE_LAYOUT.packer("k_strides"),
+)
+_TOKENS, _CONVERTING_THREADS = 16, 256  # of a CTA, as in cuda/dequantize.cu
+_MAX_GRID_ROWS = 65535  # limit of the grid's second dimension; a CTA loops over further rows
+
+
+def converter(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Converter:
+    """A function that converts caches with this geometry to the dtype of the query."""
+    return _converter(
+        q.dtype, q.device.index, q.shape[0], (k.shape, v.shape), (k.stride(), v.stride()),
+        decode.table_layout(cache.page_table),
+        scales_of(cache.k_scale, cache.v_scale, cache.page_table is not None),
+    )  # fmt: skip
+
+
+class Converter:
+    """Converts caches of one geometry."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: int, B: int, shapes, strides,
+        table: tuple[int, int] | None, scales: int,
+    ) -> None:  # fmt: skip
+        paged = table is not None
+        k_shape, k_strides = decode.by_head(shapes[0], paged), decode.by_head(strides[0], paged)
+        v_strides, Dv = decode.by_head(strides[1], paged), shapes[1][3]
+        pages, page, keys = decode.cache_sizes(k_shape, table and table[0])
+        Hkv, D = k_shape[1], k_shape[3]
+        self._device, self._dtype = device, dtype
+        self._table = None if table is None else ((B, table[0]), (table[0], 1), torch.int32)
+        self._layouts = [
+            _as_tokens(B, Hkv, keys, dim)
+            if table is None
+            else _as_pages(B * table[0], page, Hkv, dim)
+            for dim in (D, Dv)
+        ]
+        sizes = _CACHE_SIZES.pack(
+            *k_strides[:3], *v_strides[:3], B, Hkv, keys, D, Dv, page, pages,
+            0 if table is None else table[1], scales,
+        )  # fmt: skip
+        self._params = Params(_CACHE_ADDRESSES, sizes)
+        self._grid = -(-keys // _TOKENS), min(B, _MAX_GRID_ROWS)
+        defines = tuple(dequantize_defines(dtype).items())
+        self._kernel = kernel(
+            "dequantize", "dequantize", device, _CONVERTING_THREADS, defines=defines
+        )
+
+    def empty(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Memory for keys, values and their page table."""
+        with on_device(self._device):
+            k, v = (empty(*layout, self._dtype) for layout in self._layouts)
+            return k, v, None if self._table is None else empty(*self._table)
+
+    def run(self, k: Tensor, v: Tensor, tensors: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
+        """16-bit keys and values, and their page table if there is one."""
+        k_out, v_out, table = self.empty()
+        scales = [s if s is None else s.contiguous() for s in (tensors.k_scale, tensors.v_scale)]
+        with on_device(self._device):
+            params = self._params.take(
+                k.data_ptr(), v.data_ptr(), *map(address, scales), tensors.kv_lens.data_ptr(),
+                address(tensors.page_table), k_out.data_ptr(), v_out.data_ptr(), address(table),
+            )  # fmt: skip
+            self._kernel.launch(self._grid, current_stream(self._device), params[1])
+            self._params.give_back(params)
+        return k_out, v_out, table
+
+
+def _as_tokens(B: int, H: int, S: int, D: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape (B, H, S, D) and strides of a cache that is (B, S, H, D) in memory."""
+    return (B, H, S, D), (S * H * D, D, H * D, 1)
+
+
+def _as_pages(pages: int, size: int, H: int, D: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape (pages, size, H, D) and strides."""
+    return (pages, size, H, D), (size * H * D, H * D, D, 1)
+
+
+def dequantize_defines(dtype: torch.dtype) -> dict[str, int]:
+    """The macros of the kernel."""
+    return {"IS_BF16": int(dtype == torch.bfloat16), "HAS_KV_LENS": 1}
+
+
+_converter = functools.lru_cache(maxsize=256)(Converter)

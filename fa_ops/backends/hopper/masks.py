@@ -17,9 +17,16 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
-from fa_ops.backends.hopper.runtime.launch import Params, PreparedLaunch, TensorMap, kernel
-from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
-from fa_ops.call.options import ALIGNMENT, Spec, mask_tiles, rows_are_aligned
+from fa_ops.backends.hopper.kernel_plan import Geometry
+from fa_ops.backends.hopper.runtime.launch import (
+    Params,
+    PreparedLaunch,
+    TensorMap,
+    address,
+    kernel,
+)
+from fa_ops.backends.hopper.runtime.structs import ParamsLayout, kernel_layout, struct_layout
+from fa_ops.call.options import ALIGNMENT, Operands, Spec, mask_tiles, rows_are_aligned
 
 _WIDEST_BLOCK = 128  # columns that a kernel reads at once; blocks start at multiples of their width
 _QUERIES = 64  # queries of a block in the backward pass; one block serves all if they share a mask
@@ -106,7 +113,8 @@ def _row_bytes(columns: int) -> int:
 # repeated except one block of the queries or keys that share it.
 
 ROWS, _COLUMNS = 64, 128  # of the widest tile that a kernel reads at once
-_FIELDS = struct_layout("masks.cuh", "Bias").packer("data")  # behind the tensor map
+_BIAS = struct_layout("masks.cuh", "Bias")
+_FIELDS = _BIAS.packer("data")  # behind the tensor map
 
 
 def bits_of(mask: Tensor | None) -> int:
@@ -250,3 +258,56 @@ def write_parameters(params: ctypes.Array, at: int, seeds: Tensor, p: float) -> 
         params, at, seeds.data_ptr(), seeds.shape[1], dropout.threshold(p), factor, 1.0 / factor,
         _COLUMN_STEP,
     )  # fmt: skip
+
+
+# Options that few calls have, in the parameters of the dense kernels.
+
+_LISTS = struct_layout("masks.cuh", "MaskBlocks").packer()
+_ADDRESS = struct_layout("backward_tiles.cuh", "BackwardParams").packer("positions", "positions")
+
+
+class RareOptions:
+    """Writes the parameters of dropout, a float mask, lists of tiles, and packed ALiBi."""
+
+    def __init__(self, g: Geometry, layout: ParamsLayout) -> None:
+        (B, Hq, Sq, _), fields = g.shapes[0], layout.fields
+        self._p, self._lists = g.dropout_p, None if g.bias else g.lists
+        self._seeds = RowSeeds(B, Hq, Sq, g.device, g.sequences) if g.dropout_p > 0 else None
+        self._positions = 8 * Sq if g.alibi == 2 else None  # behind the ranges, in bytes
+        self._bias, self._map, self._unit = g.bias, g.bias and g.bias.map(), g.units.accumulator
+        self._dropout_at, self._positions_at, self._bias_at = (
+            fields[name].offset for name in ("dropout", "positions", "bias")
+        )
+        in_bias = self._bias_at + _BIAS.fields["blocks"].offset
+        self._lists_at = fields["blocks"].offset if "blocks" in fields else in_bias
+
+    @classmethod
+    def of(cls, g: Geometry, layout: ParamsLayout) -> RareOptions | None:
+        """Those of a call, by the layout of its kernels' parameters, or None."""
+        has_slopes = g.slopes is not None and g.alibi == 2
+        is_given = g.dropout_p > 0 or g.bias or g.lists or has_slopes
+        return cls(g, layout) if is_given else None
+
+    def write(
+        self, params: ctypes.Array, tensors: Operands, bias: Tensor | None,
+        cu_seqlens: tuple[int, int], stream: int,
+    ) -> Tensor | None:  # fmt: skip
+        """Write into the parameters of a call; returns what those of dropout point to.
+
+        `cu_seqlens`: addresses, of a packed batch.
+        """
+        seeds = None
+        if self._seeds is not None:
+            seeds = words_of_rows(self._seeds, tensors.dropout_seed, cu_seqlens, stream)
+            write_parameters(params, self._dropout_at, seeds, self._p)
+        if self._positions is not None:
+            at = tensors.key_ranges.data_ptr() + self._positions
+            _ADDRESS.pack_into(params, self._positions_at, at)
+        if bias is not None:
+            packed = self._bias.packed(
+                self._map, bias.data_ptr(), address(tensors.mask_blocks), unit=self._unit
+            )
+            params[self._bias_at : self._bias_at + len(packed)] = packed
+        if self._lists is not None:
+            _LISTS.pack_into(params, self._lists_at, address(tensors.mask_blocks), *self._lists)
+        return seeds

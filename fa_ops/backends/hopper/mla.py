@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.configs import MlaConfig, mla_config
 from fa_ops.backends.hopper.decode import (
-    SplitKvFamily,
     SplitKvPlan,
-    by_head,
+    SplitKvTemplate,
     cache_sizes,
     check_tiles,
     gathering_error,
+    geometry_of,
     processors,
-    table_layout,
+    split_kv_plan,
+    without_keys,
 )
 from fa_ops.backends.hopper.decode import split_cache_error as split_kv_error
-from fa_ops.backends.hopper.problem import UNBOUNDED, ScoreUnits
+from fa_ops.backends.hopper.kernel_plan import UNBOUNDED, Geometry, ScoreUnits
 from fa_ops.backends.hopper.runtime.launch import TensorMap, address
 from fa_ops.backends.hopper.runtime.structs import struct_layout
 from fa_ops.call.call import CACHED, Call, Run
@@ -57,7 +57,7 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, 512) laid out (B, Sq, Hq, 512), and lse (B, Hq, Sq)."""
     tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
-    return _plan_of(q, k, *_options(cache, spec)).run(q, k, v, tensors)
+    return split_kv_plan(MlaPlan, geometry_of(q, k, v, cache, spec)).run(q, k, v, tensors)
 
 
 def prepare(call: Call) -> Run:
@@ -67,44 +67,32 @@ def prepare(call: Call) -> Run:
 
 def plan_of(call: Call) -> MlaPlan:
     """The plan of a call that reads its cache."""
-    return _plan_of(call.query, call.key, *_options(call.cache, call.spec))
+    return split_kv_plan(
+        MlaPlan, geometry_of(call.query, call.key, call.value, call.cache, call.spec)
+    )
 
 
-def _options(cache: Cache, spec: Spec) -> tuple:
-    """The options that a plan depends on in addition to query and keys."""
-    table = table_layout(cache.page_table)
-    return (spec.is_causal, spec.scale), table, spec.kv_lens is not None
-
-
-def _plan_of(q: Tensor, k: Tensor, *options) -> MlaPlan:
-    return _plan(q.dtype, q.device.index, (q.shape, k.shape), (q.stride(), k.stride()), options)
-
-
-class MlaFamily(SplitKvFamily):
+class MlaTemplate(SplitKvTemplate):
     """The part of a plan that does not depend on the number and strides of keys."""
 
-    def __init__(self, dtype, device, q_shape, q_strides, pages, page, options):
-        (is_causal, scale), table, has_lens = options
-        B, Hq, Sq, D = q_shape
+    def __init__(self, g: Geometry) -> None:
+        (B, Hq, Sq, D), (pages, _, page, _), _ = g.shapes
         config = mla_config(page)
         head_blocks = -(-Hq // config.rows)
         heads = -(-Hq // head_blocks)
         tokens = min(config.rows // heads, Sq)
         blocks = head_blocks * -(-Sq // tokens)
-        self.width = width = _group_width(blocks, processors(device))
+        self.width = width = _group_width(blocks, processors(g.device))
         self.items = -(-blocks // width)
         self.whole_tiles = 2 + 2 * ((tokens * heads + 32) // 64)  # as in the kernel
-        defines = kernel_defines(config, dtype, paged=table is not None, kv_lens=has_lens)
-        q_map = TensorMap(dtype, q_shape, q_strides, tokens, heads=heads)
-        super().__init__(
-            "mla", config, defines, q_map, (B, Hq, Sq, VALUE_DIM), dtype, device, _PARAMS, options
-        )
-        right = 0 if is_causal and Sq > 1 else UNBOUNDED
+        q_map = TensorMap(g.dtype, g.shapes[0], g.strides[0], tokens, heads=heads)
+        super().__init__(g, config, q_map, _PARAMS)
+        right = 0 if g.is_causal and Sq > 1 else UNBOUNDED
         self._before_capacity = B, Hq, Sq
         self._after_capacity = (
             *(tokens, heads, head_blocks, width, self.items, right),
-            *(page, pages, 0 if table is None else table[1]),
-            ScoreUnits.of(D, scale, 0.0).log2,
+            *(page, pages, g.table[1] if g.table else 0),
+            ScoreUnits.of(D, g.scale, 0.0).log2,
         )
 
     def scalars(self, capacity: int) -> bytes:
@@ -113,36 +101,35 @@ class MlaFamily(SplitKvFamily):
 
 
 class MlaPlan(SplitKvPlan):
-    """The part of a call that depends on its geometry only; values are the keys' first features."""
+    """Few queries against a latent cache; values are the keys' first features."""
 
-    def __init__(self, dtype, device, shapes, strides, options):
-        q_shape, key_shape = shapes
-        table = options[1]
-        q_strides, k_strides = strides[0], by_head(strides[1], table is not None)
-        k_shape = by_head(key_shape, table is not None)
-        pages, page, capacity = cache_sizes(k_shape, table and table[0])
-        self.family = family = _family(dtype, device, q_shape, q_strides, pages, page, options)
-        check_tiles(q_shape[0], family.items, capacity)
-        items = q_shape[0] * family.items
-        groups = family.ctas // family.width
-        is_short = family.has_short_rows(items, groups, capacity, family.whole_tiles)
-        self.kernels = family.kernels[: 1 if is_short else 2]
-        self.k_map = family.cache_map(dtype, k_shape, k_strides)
-        self.strides = _STRIDES.pack(*q_strides[:3], *k_strides[:3])
-        self.scalars = family.scalars(capacity)
+    def configure(self, g: Geometry) -> None:
+        """The template, the kernels, and the keys that a batch row has room for."""
+        self.template = template = _template(without_keys(g))
+        *_, self.capacity = cache_sizes(g.shapes[1], g.table and g.table[0])
+        B = g.shapes[0][0]
+        check_tiles(B, template.items, self.capacity)
+        items, groups = B * template.items, template.ctas // template.width
+        is_short = template.has_short_rows(items, groups, self.capacity, template.whole_tiles)
+        self.kernels = template.kernels[: 1 if is_short else 2]
 
-    def plan_of(self, q: Tensor, k: Tensor, v: Tensor) -> MlaPlan:
-        """The plan of the same call with other tensors."""
-        return _plan_of(q, k, *self.family.options)
+    def map_tensors(self, g: Geometry) -> None:
+        """Keys, which hold the values."""
+        self.k_map = self.template.cache_map(g.dtype, g.shapes[1], g.strides[1])
+
+    def pack_parameters(self, g: Geometry) -> None:
+        """Sizes and factors, and strides."""
+        self.scalars = self.template.scalars(self.capacity)
+        self.strides = _STRIDES.pack(*g.strides[0][:3], *g.strides[1][:3])
 
     def take_params(
         self, inputs: tuple[int, int, int], kv_lens: int, outputs: tuple[int, ...],
         tensors: Operands,
     ) -> tuple[tuple, object]:  # fmt: skip
         """The filled in parameters of a call; nothing else must live until the launch."""
-        family, (q, k, _) = self.family, inputs
-        params = family.params.take(
-            family.q_map[q], self.k_map[k], *outputs,
+        template, (q, k, _) = self.template, inputs
+        params = template.params.take(
+            template.q_map[q], self.k_map[k], *outputs,
             kv_lens, address(tensors.page_table), self.scalars, q, k, self.strides,
         )  # fmt: skip
         return params, None
@@ -161,16 +148,4 @@ def _group_width(blocks: int, ctas: int) -> int:
     return max(range(min(2, blocks), min(8, blocks, ctas) + 1), key=lambda w: (busy(w), w))
 
 
-def kernel_defines(
-    config: MlaConfig, dtype: torch.dtype, *, paged: bool = False, kv_lens: bool = True
-) -> dict[str, int]:
-    """The macros of a kernel."""
-    return config.defines() | {
-        "IS_BF16": int(dtype == torch.bfloat16),
-        "IS_PAGED": int(paged),
-        "HAS_KV_LENS": int(kv_lens),
-    }
-
-
-_family = functools.lru_cache(maxsize=256)(MlaFamily)
-_plan = functools.lru_cache(maxsize=1024)(MlaPlan)
+_template = functools.lru_cache(maxsize=256)(MlaTemplate)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import backward as dense_backward
 from fa_ops.backends.hopper import forward as dense_forward
-from fa_ops.backends.hopper.problem import MISALIGNED, one_batch, tma_aligned, window_sides
+from fa_ops.backends.hopper.kernel_plan import MISALIGNED, one_batch, tma_aligned, window_sides
 from fa_ops.backends.hopper.runtime.launch import (
     Params,
     PreparedLaunch,
@@ -144,7 +144,6 @@ def _prepare_aligned(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> R
             for t, (tokens, heads, last) in zip((q, k, v), grad_strides)
         ),
         ranges.spec,
-        ranges.spec.key_ranges,
         sequences=ranges.sequences,
     )
 

@@ -14,16 +14,14 @@ from fa_ops.backends.hopper import (
     backward,
     decode,
     eight_bit,
-    eight_bit_inputs,
     forward,
+    kernel_plan,
     mla,
     packed,
 )
 from fa_ops.backends.hopper.runtime import launch, nvrtc
 
-HOSTS = (launch, decode, mla, forward, backward, packed, decode, eight_bit_inputs)
-HOSTS += eight_bit, eight_bit_inputs, forward, eight_bit_inputs, eight_bit, eight_bit_inputs
-HOSTS += packed, decode
+HOSTS = launch, kernel_plan, decode, mla, forward, backward, packed, eight_bit
 
 
 class Launched(NamedTuple):

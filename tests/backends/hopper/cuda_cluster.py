@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from fa_ops.backends.hopper import backward
 from fa_ops.backends.hopper.configs import BackwardConfig
+from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import wgmma
 from tests.backends.hopper.cuda_as_cpp import built
 
@@ -373,9 +373,9 @@ def emulated(
 ) -> ctypes.CDLL:
     """A backward kernel and the code that calls it, whose `run` returns what went wrong.
 
-    `features` are arguments of `kernel_defines`.
+    `features` are arguments of `macros`.
     """
-    defines = backward.kernel_defines(config, torch.bfloat16, **features)
+    defines = macros(config, torch.bfloat16, **features)
     return compiled(folder, source, call, defines)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper import forward
 from fa_ops.backends.hopper.configs import forward_config
+from fa_ops.backends.hopper.kernel_plan import macros
 from tests.backends.hopper.cuda_as_cpp import SOURCES
 from tests.backends.hopper.cuda_cluster import PTX, compiled
 from tests.backends.hopper.cuda_masks import SIZES, bias_of, bits_of, sizes_of
@@ -77,11 +77,11 @@ extern "C" const char* run(u16** data, const Sizes* n, float* lse, unsigned char
 def emulated_forward(
     folder: Path, block_n: int = 128, bias_bits: int = 0, skips_tiles: bool = True, **features: bool
 ) -> ctypes.CDLL:
-    """The kernel for 16 features under a mask; `features` are arguments of `kernel_defines`."""
+    """The kernel for 16 features under a mask; `features` are arguments of `macros`."""
     config = forward_config(16, 16, bias_bits, few_registers=True, skips_tiles=skips_tiles)
     config = dataclasses.replace(config, block_m=128, block_n=block_n)
     is_bool = not bias_bits
-    defines = forward.kernel_defines(config, torch.bfloat16, mask=is_bool, **features)
+    defines = macros(config, torch.bfloat16, mask=is_bool, **features)
     machine = PTX.replace("CTAS = 2, THREADS = 512", f"CTAS = 1, THREADS = {config.threads}")
     others = {"softmax.cuh": softmax_without_fences()}
     return compiled(folder, "forward.cu", CALL, defines, machine + FORWARD_PTX, others)

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper import backward
 from fa_ops.backends.hopper.configs import BackwardConfig
+from fa_ops.backends.hopper.kernel_plan import macros
 from tests.backends.hopper.cuda_cluster import PTX, compiled
 from tests.backends.hopper.cuda_forward import FORWARD_PTX
 from tests.backends.hopper.cuda_masks import SIZES, bias_of, bits_of, sizes_of
@@ -61,7 +61,7 @@ def emulated_backward(
     """A kernel for 16 features under a mask: `backward`, with dQ, or `backward_queries`."""
     config = BackwardConfig(16, 16, adds_dq=kernel == "backward", bias_bits=bias_bits)
     config = dataclasses.replace(config, skips_tiles=True)
-    defines = backward.kernel_defines(config, torch.bfloat16, mask=not bias_bits, **features)
+    defines = macros(config, torch.bfloat16, mask=not bias_bits, **features)
     machine = PTX.replace("CTAS = 2, THREADS = 512", "CTAS = 1, THREADS = 384")
     call = CALL.replace("KERNEL_FILE", f'"{kernel}.cu"').replace("KERNEL(", f"{kernel}(")
     return compiled(folder, f"{kernel}.cu", call, defines, machine + FORWARD_PTX)

@@ -379,7 +379,7 @@ def test_what_is_written_for_one_call_is_behind_the_workspace(on_hopper, monkeyp
     run(call.query, call.key, call.value, call.tensors, False)
     (out, workspace), (first, *_) = allocated, on_hopper.launched
     assert out.shape == call.query.shape and workspace.dtype == torch.uint8
-    own, begin = decode.plan_of(call.read_only()).family.workspace[0][0], workspace.data_ptr()
+    own, begin = decode.plan_of(call.read_only()).template.workspace[0][0], workspace.data_ptr()
     found = decode._APPEND_LAYOUT.unpack(first.params)
     (rotated,), (ends,) = found["rotated"], found["ends"]
     if rotary:

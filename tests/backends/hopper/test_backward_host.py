@@ -11,7 +11,11 @@ from fa_ops.backends import mask_blocks
 from fa_ops.backends.hopper import backward
 from fa_ops.backends.hopper import masks as mask
 from fa_ops.backends.hopper.configs import group_parts
+from fa_ops.backends.hopper.runtime.structs import struct_layout
 from fa_ops.call.options import Spec
+
+LISTS_AT = backward._PARAMS.fields["bias"].offset
+LISTS_AT += struct_layout("masks.cuh", "Bias").fields["blocks"].offset
 
 
 def of_params(products: bytes) -> dict[str, tuple]:
@@ -157,7 +161,7 @@ def test_which_calls_pairs_of_ctas_serve(driver, options, paired):
 def test_packed_sequences_and_key_ranges_by_pairs_of_ctas(driver, sequences, paired):
     q = torch.zeros(1, 1, 9000, 256, dtype=torch.bfloat16)
     ranges = torch.zeros(1, 1, 9000, 2, dtype=torch.int32)
-    plan = backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(), ranges, None, sequences)
+    plan = backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(key_ranges=ranges), None, sequences)
     assert plan.config.is_paired == paired
 
 
@@ -230,7 +234,7 @@ def test_the_lists_of_a_mask_are_read_where_tiles_are_skipped(dtype, driver, mon
     spec = Spec(attn_mask=attn_mask, mask_blocks=blocks)
     backward.backward(g, None, q, k, v, out, lse, spec)
     _, products = driver.last("backward")
-    lists = struct.unpack_from("<Q2q2i", products, backward._LISTS_AT)
+    lists = struct.unpack_from("<Q2q2i", products, LISTS_AT)
     assert lists == (blocks.data_ptr(), 0, 4 * blocks.shape[2], 1, 3)
 
 

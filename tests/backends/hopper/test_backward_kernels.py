@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from fa_ops.backends.hopper import backward, configs
+from fa_ops.backends.hopper import configs
+from fa_ops.backends.hopper.kernel_plan import macros
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
 from tests.backends.hopper.cuda_cluster import PTX, compiled, emulated
 from tests.backends.hopper.cuda_forward import FORWARD_PTX
@@ -59,7 +60,7 @@ FAR = 1 << 29
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """The kernel and its configuration, by arguments of `backward_config` and `kernel_defines`."""
+    """The kernel and its configuration, by arguments of `backward_config` and `macros`."""
     made = {}
 
     def compile(D, whole, slots, sums_rows=False, **features):
@@ -67,7 +68,7 @@ def kernels(tmp_path_factory):
         if key not in made:
             config = configs.backward_config(D, D, whole_heads=whole, sums_rows=sums_rows)
             config = dataclasses.replace(config, key_slots=slots)
-            defines = backward.kernel_defines(config, torch.bfloat16, **features)
+            defines = macros(config, torch.bfloat16, **features)
             machine = PTX.replace("CTAS = 2, THREADS = 512", "CTAS = 1, THREADS = 384")
             folder = tmp_path_factory.mktemp("whole")
             library = compiled(folder, "backward.cu", WHOLE, defines, machine + FORWARD_PTX + L2)
@@ -232,7 +233,7 @@ extern "C" const char* run(u16** data, const int* sizes, float* lse, float* delt
 
 @pytest.fixture(scope="module")
 def pair_kernel(tmp_path_factory):
-    """The kernel with some features, by `kernel_defines`' arguments."""
+    """The kernel with some features, by the arguments of `macros`."""
     made = {}
 
     def compile(D, **features):
@@ -375,7 +376,7 @@ extern "C" const char* run(u16** data, const int* sizes, float* lse, float* delt
 
 @pytest.fixture(scope="module")
 def wide_kernels(tmp_path_factory):
-    """Both kernels with some features, by `kernel_defines`' arguments."""
+    """Both kernels with some features, by the arguments of `macros`."""
     made = {}
 
     def compile(D, **features):

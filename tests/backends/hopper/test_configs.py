@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper.backward import attended_keys, prefers_pairs
 from fa_ops.backends.hopper.decode import group_width
-from fa_ops.backends.hopper.problem import UNBOUNDED
+from fa_ops.backends.hopper.kernel_plan import UNBOUNDED
 from fa_ops.call.call import DENSE, Call, Saved
 from fa_ops.call.options import Spec
 

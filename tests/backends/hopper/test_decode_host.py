@@ -106,7 +106,7 @@ def test_a_longer_cache_has_its_own_lengths_maps_and_kernels(driver):
         q, k, v = qkv(Sk)
         plan = prepared(q, k, v, Spec(kv_lens=LENS)).__self__
         plan.run(q, k, v, OF_LENS)
-        families.add(plan.family)
+        families.add(plan.template)
         expected = ["decode", "combine"] if Sk > 64 else ["decode"]
         assert [one.name for one in driver.launched] == expected
         params = driver.launched[0].params
@@ -122,7 +122,7 @@ def test_an_unwanted_lse_lies_behind_the_workspace(driver):
     out, lse = plan.run(q, k, v, PLAIN, False)
     assert lse is None and out.shape == q.shape
     _, _, _, _, lse_at, sums_at, stats_at, *_ = words(driver.launched[-1].params)
-    (size,), _, _ = plan.family.workspace
+    (size,), _, _ = plan.template.workspace
     assert sums_at < stats_at < lse_at and lse_at + 2 * 4 * 4 == sums_at + size
     assert lse_at % 16 == 0
 
@@ -226,7 +226,7 @@ def test_the_struct_of_a_latent_cache(driver):
     out, lse = run(q, k, k[..., :512], Operands(kv_lens=LENS, page_table=table), False)
     again = driver.launched[-1].params
     out_at, lse_at, sums_at, stats_at = struct.unpack_from("<4Q", again, 256)
-    (size,), _, _ = run.__self__.family.workspace
+    (size,), _, _ = run.__self__.template.workspace
     assert lse is None and out_at == out.data_ptr()
     assert sums_at < stats_at < lse_at and lse_at + 2 * 16 * 4 == sums_at + size
     assert again[304:] == params[304:]

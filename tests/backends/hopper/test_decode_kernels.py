@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fa_ops.backends.hopper import decode, mla
 from fa_ops.backends.hopper.configs import DecodeConfig, decode_config, mla_config
-from fa_ops.backends.hopper.decode import SplitKvFamily
+from fa_ops.backends.hopper.decode import SplitKvTemplate
+from fa_ops.backends.hopper.kernel_plan import macros
 from tests.backends.hopper.cuda_as_cpp import SOURCES, built, needs_compiler
 from tests.backends.hopper.cuda_decode import NO_TMA, PTX, place
 
@@ -194,7 +194,7 @@ def check(by_group, items, expected):
 def has_short_rows(items, groups, Sk, whole_tiles):
     """As the host decides, which launches one kernel then."""
     family = SimpleNamespace(block_n=64)
-    return SplitKvFamily.has_short_rows(family, items, groups, Sk, whole_tiles)
+    return SplitKvTemplate.has_short_rows(family, items, groups, Sk, whole_tiles)
 
 
 def random_lens(g, B, Sk):
@@ -477,7 +477,7 @@ TILES = [
 
 def compiled_copy(folder, D, Dv, page, is_e4m3, scales):
     config = decode_config(D, Dv, 8, page, is_e4m3, scales)
-    defines = decode.kernel_defines(config, torch.bfloat16, paged=True)
+    defines = macros(config, torch.bfloat16, paged=True)
     assert defines["COPY_KEYS"] == 1 and not defines["WHOLE_ROWS"]
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + COPY
     kernel = built(folder, "gather", text, PTX + NO_TMA + MMA)
@@ -536,7 +536,7 @@ def test_a_tile(D, Dv, page, is_e4m3, scales, tmp_path):
 def test_which_keys_exist_where_copies_bring_several(page, tmp_path):
     config = decode_config(128, 128, 8, page)
     assert config.copy_keys == page
-    defines = decode.kernel_defines(config, torch.bfloat16, paged=True)
+    defines = macros(config, torch.bfloat16, paged=True)
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + COPY
     kernel = built(tmp_path, "exists", text, PTX + NO_TMA + MMA)
     kernel.memory.restype = ctypes.c_void_p
@@ -554,7 +554,7 @@ def test_which_keys_exist_where_copies_bring_several(page, tmp_path):
 
 @pytest.mark.parametrize("page", [1, 5, 48])
 def test_a_tile_of_a_latent_cache(page, tmp_path):
-    defines = mla.kernel_defines(mla_config(page), torch.bfloat16, paged=True)
+    defines = macros(mla_config(page), torch.bfloat16, paged=True)
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + COPY_LATENT
     kernel = built(tmp_path, "latent", text, PTX + NO_TMA + MMA, {"wgmma.cuh": NO_WGMMA})
     kernel.memory.restype = ctypes.c_void_p
@@ -637,7 +637,7 @@ def products(folder, D, Dv, rows, bf16):
     """The products of one warp with the second half of a tile of 32 keys."""
     config = DecodeConfig(D, Dv, rows, 16, 2, False, is_e4m3=True)
     dtype = torch.bfloat16 if bf16 else torch.float16
-    defines = decode.kernel_defines(config, dtype, paged=False)
+    defines = macros(config, dtype, paged=False)
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + MULTIPLY
     return built(folder, "e4m3", text, PTX + NO_TMA)
 
@@ -734,7 +734,7 @@ def test_scales_of_any_size(scales, page, tmp_path):
     """Of 0, of both signs, and large ones with small weights: one warp attends 11 tiles."""
     keys, tiles = 170, 11
     config = DecodeConfig(64, 64, 8, page, 1, False, is_e4m3=True, scales=scales)
-    defines = decode.kernel_defines(config, torch.bfloat16, paged=scales == 2)
+    defines = macros(config, torch.bfloat16, paged=scales == 2)
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + ATTEND
     kernel = built(tmp_path, "attend", text, PTX + NO_TMA)
     kernel.memory.restype = ctypes.c_void_p

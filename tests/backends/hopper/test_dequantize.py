@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 
-from fa_ops.backends.hopper import eight_bit_inputs, forward
+from fa_ops.backends.hopper import forward
 from fa_ops.call.call import CACHED, Call
 from fa_ops.call.options import Cache, Operands, Spec
 from fa_ops.testing.caches import CacheCase
@@ -52,13 +52,13 @@ def kernel(tmp_path_factory):
 )
 @pytest.mark.parametrize("bshd", [False, True])
 def test_a_converted_cache(kernel, driver, page_size, scales, bshd):
-    driver.struct_bytes = eight_bit_inputs._DEQUANTIZE_LAYOUT.size
+    driver.struct_bytes = forward._DEQUANTIZE_LAYOUT.size
     case = CacheCase(B=3, Hkv=2, S=150, D=24, Dv=16, dtype=torch.bfloat16, fp8=True, bshd=bshd,
                      lens=(150, 0, 70), page_size=page_size, page_scales=scales == "page",
                      token_scales=scales == "token")  # fmt: skip
     q, k, v, cache, spec = case.fresh()
     tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
-    k_out, v_out, table = eight_bit_inputs.converter(q, k, v, cache).run(k, v, tensors)
+    k_out, v_out, table = forward.converter(q, k, v, cache).run(k, v, tensors)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
     assert grid[1] == 3 and grid[0] == -(
@@ -101,13 +101,13 @@ def _factors(scale, table, b, length, page_size):
 
 @needs_compiler
 def test_pages_that_do_not_exist_stay_missing(kernel, driver):
-    driver.struct_bytes = eight_bit_inputs._DEQUANTIZE_LAYOUT.size
+    driver.struct_bytes = forward._DEQUANTIZE_LAYOUT.size
     case = CacheCase(B=2, S=64, dtype=torch.bfloat16, fp8=True, lens=(64, 40), page_size=16)
     q, k, v, cache, spec = case.fresh()
     pages = torch.tensor([[1, -1, 2**31 - 1, 2], [0, len(k), 3, 1]], dtype=torch.int32)
     cache = cache._replace(page_table=pages)
     tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
-    *_, table = eight_bit_inputs.converter(q, k, v, cache).run(k, v, tensors)
+    *_, table = forward.converter(q, k, v, cache).run(k, v, tensors)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
     assert table.tolist() == [[0, -1, -1, 3], [4, -1, 6, -1]]
@@ -116,7 +116,7 @@ def test_pages_that_do_not_exist_stay_missing(kernel, driver):
 def prompt(D=64, S=640, B=2, dtype=torch.bfloat16, page=0):
     q = torch.randn(B, 64, 64, D, dtype=dtype)
     shape = (80, page, 4, D) if page else (B, 4, S, D)
-    k, v = (torch.zeros(shape, dtype=eight_bit_inputs.E4M3) for _ in range(2))
+    k, v = (torch.zeros(shape, dtype=forward.E4M3) for _ in range(2))
     table = torch.arange(80, dtype=torch.int32).view(2, 40) if page else None
     return q, k, v, Cache(table), Spec(is_causal=True, kv_lens=torch.full((B,), 600))
 

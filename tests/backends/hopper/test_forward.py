@@ -12,7 +12,7 @@ from fa_ops.backends.hopper import forward
 from fa_ops.backends.hopper import forward as prefill
 from fa_ops.backends.hopper.configs import forward_config, short_config
 from fa_ops.backends.hopper.forward import MAX_SPLITS, Combine, Shape, tiling_of
-from fa_ops.backends.hopper.problem import UNBOUNDED, window_sides
+from fa_ops.backends.hopper.kernel_plan import UNBOUNDED, window_sides
 from fa_ops.backends.hopper.runtime import nvrtc, structs
 from fa_ops.call.options import Cache, Spec
 from tests.backends.hopper.cuda_as_cpp import built, needs_compiler

@@ -10,6 +10,7 @@ import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import decode, forward, mla
 from fa_ops.backends.hopper.configs import has_latent_dims
+from fa_ops.backends.hopper.kernel_plan import Geometry
 from fa_ops.call import cache_checks, checks
 from fa_ops.plans import dispatch, planning
 from tests.backends.hopper.conftest import Driver
@@ -36,7 +37,7 @@ def on_cpu(driver, monkeypatch):
 
 def forget():
     planning.forget()
-    for known in (decode._plan, decode._family, mla._plan, mla._family):
+    for known in (decode.split_kv_plan, decode._template, mla._template):
         known.cache_clear()
 
 
@@ -274,16 +275,11 @@ def test_more_keys_than_can_be_counted_are_refused_whatever_came_before(module, 
     def plan(S):
         shapes = (128, 4, 1, dims[0]), *((128, 1, S, D) for D in dims)
         strides = [(H * S * D, S * D, D, 1) for _, H, S, D in shapes]
-        if module is mla:
-            return mla._plan(
-                BF16, None, shapes[:2], tuple(strides[:2]), ((False, None), None, False)
-            )
-        scalar_options = False, None, -1, -1, 0.0
-        options = scalar_options, None, False, None, False, None, 0
-        return decode._plan(BF16, False, None, shapes, tuple(strides), options)
+        kind = mla.MlaPlan if module is mla else decode.DecodePlan
+        return decode.split_kv_plan(kind, Geometry(BF16, None, shapes, tuple(strides)))
 
     for S in (1 << 20, (1 << 30) - 1):
-        assert plan(S).family is plan(700).family
+        assert plan(S).template is plan(700).template
     with pytest.raises(NotImplementedError, match=f"32 bits, got 128 x 1 x {1 << 30} keys"):
         plan(1 << 30)
 
@@ -310,5 +306,5 @@ def test_what_is_remembered_stays_bounded(driver, monkeypatch):
     for H in range(1, 12):  # as many families
         plain(contiguous(1, H, 1, 64), contiguous(1, H, 600, 64), contiguous(1, H, 600, 64))
         assert len(planning._prepared) <= 8 and len(planning._plans) <= 8
-    for known in (decode._plan, decode._family, mla._plan, mla._family):
+    for known in (decode.split_kv_plan, decode._template, mla._template):
         assert known.cache_info().maxsize <= 1024

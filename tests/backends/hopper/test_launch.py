@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import problem
+from fa_ops.backends.hopper import kernel_plan
 from fa_ops.backends.hopper.runtime import launch, nvrtc, structs
 from fa_ops.call.call import PACKED, Call
 from fa_ops.call.options import Packing, Spec
@@ -281,4 +281,4 @@ def test_a_cubins_name_depends_on_headers(monkeypatch):
 
 def test_an_unbounded_window_is_that_of_the_kernels():
     text = (structs.SOURCES / "ptx.cuh").read_text()
-    assert f"UNBOUNDED = 1 << {problem.UNBOUNDED.bit_length() - 1};" in text
+    assert f"UNBOUNDED = 1 << {kernel_plan.UNBOUNDED.bit_length() - 1};" in text

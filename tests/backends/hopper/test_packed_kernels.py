@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fa_ops.backends.hopper import backward as dense_backward
-from fa_ops.backends.hopper import forward as dense_forward
 from fa_ops.backends.hopper.configs import BackwardConfig, forward_config
+from fa_ops.backends.hopper.kernel_plan import macros
 from tests.backends.hopper.cuda_as_cpp import built, needs_compiler
 from tests.backends.hopper.cuda_cluster import PTX, compiled
 from tests.backends.hopper.cuda_forward import FORWARD_PTX, softmax_without_fences
@@ -408,7 +407,7 @@ def at(tensor):
 def forward(tmp_path_factory):
     config = forward_config(D, D, differs_by_row=True)
     config = dataclasses.replace(config, block_m=128, block_n=64)
-    defines = dense_forward.kernel_defines(config, torch.bfloat16, ranges=True, alibi=2)
+    defines = macros(config, torch.bfloat16, ranges=True, alibi=2)
     machine = PTX.replace("CTAS = 2, THREADS = 512", f"CTAS = 1, THREADS = {config.threads}")
     others = {"softmax.cuh": softmax_without_fences()}
     folder = tmp_path_factory.mktemp("forward")
@@ -423,7 +422,7 @@ def backward(tmp_path_factory):
     def compile(kernel):
         if kernel not in made:
             config = BackwardConfig(D, D, adds_dq=kernel == "backward")
-            defines = dense_backward.kernel_defines(config, torch.bfloat16, ranges=True, alibi=2)
+            defines = macros(config, torch.bfloat16, ranges=True, alibi=2)
             machine = PTX.replace("CTAS = 2, THREADS = 512", "CTAS = 1, THREADS = 384")
             call = BACKWARD.replace("KERNEL_FILE", f'"{kernel}.cu"')
             call, folder = call.replace("KERNEL(", f"{kernel}("), tmp_path_factory.mktemp(kernel)

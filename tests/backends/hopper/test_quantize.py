@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from fa_ops.backends import quantization
-from fa_ops.backends.hopper import eight_bit_inputs
+from fa_ops.backends.hopper import eight_bit
+from fa_ops.backends.hopper.kernel_plan import Geometry
 from fa_ops.call.options import Operands, Quantization, Spec
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
 
-BLOCK = eight_bit_inputs.VALUE_BLOCK
+BLOCK = eight_bit.VALUE_BLOCK
 
 
 def read(address, shape, dtype):
@@ -39,7 +40,7 @@ def in_order_of_weights(v, blocks):
     ],
 )
 def test_numbers_are_those_of_the_definition(D, Dv, Sq, Sk, rotate, lens, driver, tmp_path):
-    driver.struct_bytes = eight_bit_inputs._QUANTIZE_PARAMS.size
+    driver.struct_bytes = eight_bit._QUANTIZE_PARAMS.size
     g = torch.Generator().manual_seed(0)
     B, Hq, Hkv = 2, 2, 1
     q, k, v = (
@@ -50,14 +51,11 @@ def test_numbers_are_those_of_the_definition(D, Dv, Sq, Sk, rotate, lens, driver
     kv_lens = torch.tensor([Sk, Sk // 2 + 1], dtype=torch.int32) if lens else None
     how = Quantization(None, None, None, torch.float8_e4m3fn, True, rotate)
     tensors = Operands(kv_lens=kv_lens)
-    plan = eight_bit_inputs.Quantizer(
-        q.dtype, None, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()),
-        D**-0.5, False, True, rotate,
-    )  # fmt: skip
+    plan = eight_bit.Quantizer(Geometry.of(q, k, v, Spec()), False, True, rotate)
     found, memory = plan.run(q, k, v, tensors, 0, True)
     memory[: plan._zeroed] = 0  # which the driver would set
     grid, params = driver.last("quantize")
-    defines = eight_bit_inputs.quantize_defines(q.dtype, D, Dv, False, rotate)
+    defines = eight_bit.quantize_defines(q.dtype, D, Dv, False, rotate)
     wrong = cuda_quantized.quantisation(tmp_path, "quantise", defines).run(params, grid[0], 0)
     assert wrong is None, wrong
     wanted = quantization.quantised(q, k, v, how, Spec(kv_lens=kv_lens), torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends.hopper import eight_bit, eight_bit_inputs
+from fa_ops.backends.hopper import eight_bit, kernel_plan
 from fa_ops.call.options import NO_OPERANDS, Quantization, Spec
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
@@ -30,7 +30,7 @@ def test_queries_are_quantised_in_the_kernel(
     k = k + 3 * torch.randn(1, 1, 1, D, generator=g).bfloat16()
     how, spec = Quantization(None, None, None, E4M3, True, rotate), Spec(is_causal=causal)
     compiled = {}
-    for module in (eight_bit_inputs, eight_bit):
+    for module in (kernel_plan, eight_bit):
         kernel = module.kernel
 
         def noted(name, *args, kernel=kernel):
@@ -41,7 +41,7 @@ def test_queries_are_quantised_in_the_kernel(
     tensors = NO_OPERANDS
     eight_bit._plan.cache_clear()
     plan = eight_bit.plan_of(q, k, v, how, spec, tensors)
-    driver.struct_bytes = eight_bit_inputs._QUANTIZE_PARAMS.size
+    driver.struct_bytes = eight_bit._QUANTIZE_PARAMS.size
     found, memory = plan.source.run(q, k, v, tensors, 0, True)
     memory[: plan.source._zeroed] = 0  # which the driver would set
     assert found.query == q.data_ptr()

@@ -7,10 +7,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import eight_bit, eight_bit_inputs
+from fa_ops.backends.hopper import eight_bit
+from fa_ops.backends.hopper.kernel_plan import Geometry
 from fa_ops.backends.hopper.runtime import nvrtc, warm
 from fa_ops.call.call import QUANTIZED, Call
-from fa_ops.call.options import NO_OPERANDS, Operands, Quantization, Spec
+from fa_ops.call.options import Operands, Quantization, Spec
 
 E4M3 = torch.float8_e4m3fn
 
@@ -135,11 +136,8 @@ def test_the_offset_is_computed_for_lse_and_sinks_only(driver):
 def test_results_of_a_call_do_not_overlap(driver):
     shapes = (1, 2, 33, 80), (1, 1, 65, 80), (1, 1, 65, 40)
     tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
-    strides = [t.stride() for t in tensors]
-    quantizer = eight_bit_inputs.Quantizer(
-        torch.bfloat16, None, shapes, strides, 1.0, True, True, False
-    )
-    found, memory = quantizer.run(*tensors, NO_OPERANDS, 0, True)
+    quantizer = eight_bit.Quantizer(Geometry.of(*tensors, Spec()), True, True, False)
+    found, memory = quantizer.run(*tensors, Operands(), 0, True)
     sizes = 2 * 33 * 80, 65 * 80, 40 * 128, 4 * 66, 4 * 2, 4 * 40, 4 * 66, 4 * 80, 4
     spans = sorted((at, at + size) for at, size in zip(found, sizes))
     assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))

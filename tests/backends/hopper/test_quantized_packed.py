@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends.hopper import eight_bit, eight_bit_inputs
+from fa_ops.backends.hopper import eight_bit, kernel_plan
 from fa_ops.call.call import QUANTIZED_PACKED, Call
 from fa_ops.call.options import Cache, Packing, Quantization, Spec
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
 
 E4M3 = torch.float8_e4m3fn
-LAYOUT = eight_bit._SEQUENCES_LAYOUT
+LAYOUT = eight_bit._LAYOUT
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def kernels(tmp_path_factory):
         key = frozenset(defines.items())
         if key not in made:
             paged, Dv = plan.sequences.pages is not None, plan.out[0][2]
-            before = eight_bit_inputs.packed_e4m3_defines(Dv, paged)
+            before = eight_bit.packed_e4m3_defines(Dv, paged)
             made[key] = (
                 cuda_quantized.preparation(folder, f"prepare{len(made)}", before),
                 cuda_quantized.attention(folder, f"attend{len(made)}", defines, threads),
@@ -103,10 +103,10 @@ def check_preparation(call, plan, found):
     blocks, B = plan.sequences.key_blocks, plan.sequences.count
     lens = read(found.kv_lens, (B,), torch.int32)
     starts = read(found.key_starts, (B, 2), torch.int32)
-    q_scale = read(found.numbers.q_scale, (Hq, T), torch.float32)
-    k_scale = read(found.numbers.k_scale, (Hkv, blocks, 2), torch.float32)
-    v_scale = read(found.numbers.v_scale, (B, Hkv, Dv), torch.float32)
-    values = read(found.numbers.value, (Hkv, Dv, blocks, 128), torch.uint8)
+    q_scale = read(found.q_scale, (Hq, T), torch.float32)
+    k_scale = read(found.k_scale, (Hkv, blocks, 2), torch.float32)
+    v_scale = read(found.v_scale, (B, Hkv, Dv), torch.float32)
+    values = read(found.value, (Hkv, Dv, blocks, 128), torch.uint8)
     assert torch.equal(v_scale, t.v_scale.unsqueeze(2).expand(B, Hkv, Dv))
     at = torch.arange(128)
     a, rest = at % 32 // 16, at % 16
@@ -134,15 +134,16 @@ def check_preparation(call, plan, found):
 def run(call, driver, kernels, monkeypatch, seed=0):
     """out and lse by the host code and the emulated kernels."""
     compiled = []
-    kernel = eight_bit.kernel
+    kernel = kernel_plan.kernel
 
     def noted(*args):
         compiled.append(args)
         return kernel(*args)
 
-    monkeypatch.setattr(eight_bit, "kernel", noted)
+    monkeypatch.setattr(kernel_plan, "kernel", noted)
     monkeypatch.setattr(eight_bit, "processors", lambda device: 1)
-    eight_bit._packed_plan.cache_clear()
+    for one in (eight_bit._packed_plan, kernel_plan.kernel_of):
+        one.cache_clear()
     plan = eight_bit._plan_of(call)
     _, _, _, threads, shared_bytes, defines = compiled[0]
     prepare, attend = kernels(plan, dict(defines), threads)
@@ -235,7 +236,7 @@ def test_the_kernels_find_borders_and_tables(driver, monkeypatch):
     out, lse = eight_bit.prepare_packed(call)(call.query, call.key, call.value, t)
     assert out.shape == (61, 2, 16) and out.dtype == torch.bfloat16 and lse.shape == (2, 61)
     assert [one.name for one in driver.launched] == ["scaled_packed", "quantized"]
-    before = eight_bit_inputs._SEQUENCES_LAYOUT.unpack(driver.last("scaled_packed")[1])
+    before = eight_bit._SEQUENCES_LAYOUT.unpack(driver.last("scaled_packed")[1])
     pages = (t.page_table.data_ptr(), 12, 16, 40, 0, 0, t.cu_seqlens_q.data_ptr())
     assert before["pages"] == pages and before["lens_from"] == (t.kv_lens.data_ptr(),)
     assert before["v"] == (call.value.data_ptr(),) and before["cu_seqlens_k"] == (0,)

@@ -5,7 +5,7 @@ import torch
 
 from fa_ops.backends.hopper import backward, configs
 from fa_ops.backends.hopper.backward import prefers_own_row_sums, prefers_whole_heads
-from fa_ops.backends.hopper.problem import UNBOUNDED
+from fa_ops.backends.hopper.kernel_plan import UNBOUNDED
 from fa_ops.call.options import Spec
 from tests.backends.hopper.test_backward_host import driver, of_params, tensors  # noqa: F401
 
@@ -115,7 +115,7 @@ def test_packed_sequences_lengths_and_slopes(driver):  # noqa: F811
     q = torch.zeros(1, 4, 200, 64, dtype=torch.bfloat16)
     ranges, lens = torch.zeros(1, 1, 200, 2).int(), torch.ones(1).int()
     args = (q,) * 5, (q.stride(),) * 3
-    assert not backward.plan_of(*args, Spec(), ranges, None, 2).config.whole_heads
+    assert not backward.plan_of(*args, Spec(key_ranges=ranges), None, 2).config.whole_heads
     assert not backward.plan_of(*args, Spec(kv_lens=lens)).config.whole_heads
     slopes = torch.ones(4)
     assert not backward.plan_of(*args, Spec(alibi_slopes=slopes)).config.whole_heads

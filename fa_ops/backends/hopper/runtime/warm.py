@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from fa_ops.backends.hopper import backward, decode, eight_bit, eight_bit_inputs, forward, mla
+from fa_ops.backends.hopper import backward, decode, eight_bit, forward
 from fa_ops.backends.hopper.configs import (
+    MAX_NARROW_DIM,
     BackwardConfig,
     backward_config,
     decode_config,
@@ -17,7 +18,7 @@ from fa_ops.backends.hopper.configs import (
     mla_config,
     quantized_config,
 )
-from fa_ops.backends.hopper.problem import MAX_NARROW_DIM
+from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import nvrtc
 from fa_ops.backends.hopper.runtime.launch import Entry
 from fa_ops.call.options import MAX_HEAD_DIM, NO_SCALES, PAGE_SCALES, ROW_SCALES
@@ -54,20 +55,20 @@ def variants(
         yield from _forwards(D, dtype)
         for page in _PAGES if D <= MAX_NARROW_DIM else ():
             config = forward_config(D, D, page=page)
-            defines = forward.kernel_defines(config, dtype, window=True, kv_lens=True)
+            defines = macros(config, dtype, window=True, kv_lens=True)
             yield Variant("forward", ("forward",), defines)
         for page in _DECODED_PAGES if D <= MAX_NARROW_DIM else ():
             config = decode_config(D, D, 8, page)
-            defines = decode.kernel_defines(config, dtype, paged=page > 0)
-            yield Variant("decode", _names(decode.entries_of("decode", config)), defines)
+            defines = macros(config, dtype, paged=page > 0)
+            yield Variant("decode", _names(decode.entries_of(config)), defines)
         for config, features in dict.fromkeys(_backwards(D)):
-            defines = backward.kernel_defines(config, dtype, **dict(features))
+            defines = macros(config, dtype, **dict(features))
             entries = _names(backward.entries_of(config, defines))
             yield Variant("backward", entries, defines)
     for dtype, page in itertools.product(dtypes, _DECODED_PAGES):
         config = mla_config(page)
-        defines = mla.kernel_defines(config, dtype, paged=page > 0)
-        yield Variant("mla", _names(decode.entries_of("mla", config)), defines)
+        defines = macros(config, dtype, paged=page > 0)
+        yield Variant("mla", _names(decode.entries_of(config)), defines)
 
 
 def _appends(dtype: torch.dtype, cached: torch.dtype) -> Iterator[Variant]:
@@ -92,7 +93,7 @@ def _backwards(D: int) -> Iterator[tuple[BackwardConfig, tuple[tuple[str, bool],
 def _forwards(D: int, dtype: torch.dtype) -> Iterator[Variant]:
     config = forward_config(D, D)
     for features in _FORWARDS:
-        defines = forward.kernel_defines(config, dtype, **features)
+        defines = macros(config, dtype, **features)
         yield Variant(config.kernel, (config.kernel,), defines)
 
 
@@ -105,30 +106,30 @@ def eight_bit_variants(
     queries of a KV head, and without scales of tokens.
     """
     for dtype in dtypes:
-        yield Variant("dequantize", ("dequantize",), eight_bit_inputs.dequantize_defines(dtype))
-        yield from _appends(dtype, eight_bit_inputs.E4M3)
+        yield Variant("dequantize", ("dequantize",), forward.dequantize_defines(dtype))
+        yield from _appends(dtype, eight_bit.E4M3)
     narrow = [D for D in head_dims if D <= MAX_NARROW_DIM]
     for D, dtype, page in itertools.product(narrow, dtypes, _DECODED_PAGES):
         for scales in (NO_SCALES, ROW_SCALES, PAGE_SCALES)[: 3 if page else 2]:
             config = decode_config(D, D, 8, page, is_e4m3=True, scales=scales)
-            defines = decode.kernel_defines(config, dtype, paged=page > 0)
-            yield Variant("decode", _names(decode.entries_of("decode", config)), defines)
+            defines = macros(config, dtype, paged=page > 0)
+            yield Variant("decode", _names(decode.entries_of(config)), defines)
     for D in filter(eight_bit.has_head_dim, head_dims):
         for window in (False, True):
             config = quantized_config(D, D, has_16_bits=True)
             for dtype in dtypes:
-                defines = eight_bit.kernel_defines(config, dtype, window=window)
+                defines = macros(config, dtype, window=window)
                 yield Variant("quantized", ("quantized",), defines)
             for head_scales in (False, True):
-                scale_defines = eight_bit.kernel_defines(
+                scale_defines = macros(
                     quantized_config(D, D), torch.bfloat16, is_int8=False, window=window,
                     signs=True, head_scales=head_scales,
                 )  # fmt: skip
                 yield Variant("quantized", ("quantized",), scale_defines)
         for dtype in dtypes:
-            defines = eight_bit_inputs.quantize_defines(dtype, D, D)
+            defines = eight_bit.quantize_defines(dtype, D, D)
             yield Variant("quantize", ("quantize",), defines)
-        yield Variant("scaled", ("scaled",), eight_bit_inputs.e4m3_defines(D))
+        yield Variant("scaled", ("scaled",), eight_bit.e4m3_defines(D))
 
 
 def _names(entries: Iterable[Entry]) -> tuple[str, ...]:
