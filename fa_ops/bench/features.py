@@ -1,17 +1,23 @@
-"""The cost of each feature relative to plain causal attention, optionally with FlexAttention's."""
+"""`python -m fa_ops bench features`: the cost of each feature relative to plain causal attention.
+
+Optionally with the cost in FlexAttention.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
+import typer
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import options
+from fa_ops.bench import options, report
 from fa_ops.bench.peers import compiled_flex
 from fa_ops.bench.timing import Run, Time, device_times
 
@@ -233,3 +239,38 @@ def records(measured: Measured) -> list[dict]:
         {"feature": name, "ms": {column: time.ms for column, time in row.items()}}
         for name, row in measured.items()
     ]
+
+
+def main(
+    device: options.Device = "auto",
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="sequence length; default: 16384 on a GPU, 512 on the CPU"),
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, help="query heads")] = 16,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="key heads; default: as many as query heads")
+    ] = None,
+    head_dim: Annotated[int, typer.Option(min=8, help="features of a head")] = 128,
+    only: options.Only = None,
+    flex: Annotated[bool, typer.Option(help="measure compiled FlexAttention too")] = False,
+    budget: Annotated[
+        float, typer.Option(min=0.1, help="milliseconds to time each cell for")
+    ] = 200.0,
+    json: options.Json = None,
+) -> None:
+    """Compare the cost of features, such as masks, with plain causal attention."""
+    device = options.device(device)
+    tokens = tokens or (16384 if device == "cuda" else 512)
+    kv_heads = kv_heads or heads
+    if heads % kv_heads:
+        raise typer.BadParameter(f"{heads} query heads are no multiple of {kv_heads} key heads")
+    chosen = choose(features(heads, tokens, device), only)
+    pair = heads, kv_heads
+    measured = times(chosen, pair, tokens, head_dim, device, budget, flex)
+    name = report.environment(device)["device"]
+    shown = heads if heads == kv_heads else f"{heads}/{kv_heads}"
+    title = f"{shown} heads of {head_dim}, {tokens} tokens, {name}"
+    Console().print(table(title, measured))
+    if json is not None:
+        report.write_json(json, device, "features", records(measured))

@@ -12,8 +12,8 @@ class _Commands(TyperGroup):
     """A group that imports its commands, which are functions with typer's annotations."""
 
     functions = {
-        "demo": "demo.run", "doctor": "doctor.run", "warm": "cubins.warm",
-        "cubins": "cubins.cubins", "fuzz": "fuzz.run", "bench": "",  # a group of its own
+        "demo": "cli.demo.run", "doctor": "cli.doctor.run", "warm": "cli.cubins.warm",
+        "cubins": "cli.cubins.cubins", "fuzz": "cli.fuzz.run", "bench": "cli.bench",
     }  # fmt: skip
 
     def list_commands(self, ctx):
@@ -22,15 +22,28 @@ class _Commands(TyperGroup):
     def get_command(self, ctx, name):
         if name not in self.functions:
             return None
-        if name == "bench":
-            command = typer.main.get_group(import_module("fa_ops.bench.cli").app)
-        else:
-            module, function = self.functions[name].split(".")
+        module, _, function = self.functions[name].rpartition(".")
+        found = getattr(import_module(f"fa_ops.{module}"), function)
+        if not isinstance(found, typer.Typer):
             single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            single.command()(getattr(import_module(f"fa_ops.cli.{module}"), function))
+            single.command()(found)
             command = typer.main.get_command(single)
+        else:
+            command = typer.main.get_group(found)
         command.name = name
         return command
+
+
+class _Benchmarks(_Commands):
+    """The group `bench`."""
+
+    functions = {
+        "forward": "bench.sweep.forward", "backward": "bench.sweep.backward",
+        "memory": "bench.sweep.memory", "features": "bench.features.main",
+        "accuracy": "bench.accuracy.main", "cpu": "bench.cpu.main", "decode": "bench.decode.main",
+        "first": "bench.first.main", "host": "bench.host.main",
+        "quantized": "bench.quantized.main",
+    }  # fmt: skip
 
 
 app = typer.Typer(
@@ -39,8 +52,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(cls=_Benchmarks, no_args_is_help=True)
 
 
 @app.callback()
 def _main() -> None:
     """Fused attention for PyTorch."""
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure time, memory and accuracy, as the performance pages of the documentation do."""

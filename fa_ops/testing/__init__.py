@@ -3,13 +3,13 @@
 from fa_ops.testing.allocators import Arena
 from fa_ops.testing.budget import assert_close_to_oracle, assert_within_budget, naive
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
-from fa_ops.testing.check import assert_right
 from fa_ops.testing.inputs import Case, PackedCase, make_case, random_case
 from fa_ops.testing.quantized import (
     QuantizedCase,
     assert_quantized_close,
     random_quantized_case,
 )
+from fa_ops.testing.random_calls import assert_right
 
 __all__ = [
     "Arena",

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import fa_ops
 from fa_ops.bench import accuracy
 from fa_ops.bench.accuracy import Errors
-from fa_ops.bench.cli import app
+from fa_ops.cli import bench as app
 from tests.evaluation import perplexity
 
 

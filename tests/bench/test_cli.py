@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from fa_ops.bench import features
-from fa_ops.bench.cli import app
+from fa_ops.cli import bench as app
 
 
 def run(*arguments):

@@ -5,8 +5,8 @@ import torch
 from typer.testing import CliRunner
 
 from fa_ops.bench import decode
-from fa_ops.bench.cli import app
 from fa_ops.bench.decode import DECODE_PRESETS, DecodeProblem, ratio
+from fa_ops.cli import bench as app
 
 
 def test_bytes_count_keys_and_values_that_must_be_read():

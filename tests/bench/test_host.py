@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from fa_ops.bench import host
-from fa_ops.bench.cli import app
+from fa_ops.cli import bench as app
 
 FORWARD = {
     "fa_ops.attention", "fa_ops.attention, lse", "fa_ops.attention, bool mask",

@@ -6,9 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fa_ops.bench import memory
-from fa_ops.bench.cli import app
+from fa_ops.bench import sweep
 from fa_ops.bench.problems import Problem
+from fa_ops.cli import bench as app
 
 
 def run(*arguments):
@@ -17,8 +17,8 @@ def run(*arguments):
 
 def test_all_implementations_compute_the_same():
     q, k, v = Problem(1, 2, 2, 33, 16, True, torch.float32).inputs("cpu", "bhsd")
-    expected = memory.CALLS["eager"](q, k, v)
-    for call in memory.CALLS.values():
+    expected = sweep.CALLS["eager"](q, k, v)
+    for call in sweep.CALLS.values():
         torch.testing.assert_close(call(q, k, v), expected)
 
 
@@ -42,10 +42,10 @@ def test_a_peak_that_cannot_be_measured_has_a_reason(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 GiB")
 
     problem = Problem(1, 1, 1, 8, 8, True, torch.float32)
-    monkeypatch.setattr(memory, "peak_memory", out_of_memory)
-    assert "Tried to allocate" in memory.measure(problem, "eager", "cpu").reason
-    monkeypatch.setattr(memory, "peak_memory", lambda step, device: None)
-    (record,) = memory.records([memory.measure(problem, "eager", "cpu")])
+    monkeypatch.setattr(sweep, "peak_memory", out_of_memory)
+    assert "Tried to allocate" in sweep.measure_peak(problem, "eager", "cpu").reason
+    monkeypatch.setattr(sweep, "peak_memory", lambda step, device: None)
+    (record,) = sweep.memory_records([sweep.measure_peak(problem, "eager", "cpu")])
     assert "resident set" in record["not_measured"] and "mib" not in record
 
 

@@ -7,9 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 from fa_ops.bench import quantized
-from fa_ops.bench.cli import app
 from fa_ops.bench.problems import PRESETS, Problem
 from fa_ops.bench.timing import Time
+from fa_ops.cli import bench as app
 
 PROBLEM = Problem(1, 4, 2, 40, 32, True, torch.float32)
 

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from fa_ops.bench import peers, report
+from fa_ops.bench import peers, sweep
 from fa_ops.bench.peers import Implementation
 from fa_ops.bench.problems import BIASED, PRESETS
-from fa_ops.bench.sweep import sweep
 
 
 def right(problem, device):
@@ -34,7 +33,7 @@ def sweep_causal(build, backward, ours=False):
     context = contextlib.nullcontext() if backward else torch.no_grad()
     implementations = [Implementation("it", build, ours=ours), Implementation("peer", right)]
     with context:
-        return list(sweep(problems, implementations, "cpu", backward, budget_ms=1.0))
+        return list(sweep.sweep(problems, implementations, "cpu", backward, budget_ms=1.0))
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -58,14 +57,14 @@ def test_other_implementations_are_skipped_with_the_reason(build, backward, reas
     ((problem, (it, peer)),) = rows
     assert it.time is None and it.reason.startswith(reason)
     assert peer.time is not None
-    assert report.refusals(rows) == {f"it: {it.reason}": [str(problem)]}
-    assert report.sweep_records(rows, backward)[0]["not_timed"] == it.reason
+    assert sweep.refusals(rows) == {f"it: {it.reason}": [str(problem)]}
+    assert sweep.sweep_records(rows, backward)[0]["not_timed"] == it.reason
 
 
 def test_ratio_is_the_time_of_the_peer_divided_by_ours():
     rows = sweep_causal(right, backward=False, ours=True)
     ((_, (it, peer)),) = rows
-    assert report.ratios(rows[0][1]) == {"best peer": peer.time.ms / it.time.ms}
+    assert sweep.ratios(rows[0][1]) == {"best peer": peer.time.ms / it.time.ms}
 
 
 def test_only_selects_implementations_by_words():
@@ -103,8 +102,10 @@ def test_windows_have_a_bias_whose_gradient_is_timed_too(backward):
     builds = {"it": ours, "wrong": ignores_bias}
     known = [Implementation(name, build, takes_bias=True) for name, build in builds.items()]
     with torch.set_grad_enabled(backward):
-        rows = list(sweep([problem], [*known, Implementation("no", right)], "cpu", backward, 1.0))
+        rows = list(
+            sweep.sweep([problem], [*known, Implementation("no", right)], "cpu", backward, 1.0)
+        )
     ((_, (it, wrong, no)),) = rows
     assert it.time is not None and it.reason is None and set(taken) == {backward}
     assert wrong.reason.startswith("WRONG: out") and no.reason == "measured without a bias only"
-    assert report.sweep_records(rows, backward)[0]["biases"] == 1
+    assert sweep.sweep_records(rows, backward)[0]["biases"] == 1

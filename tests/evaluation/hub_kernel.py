@@ -89,9 +89,7 @@ _ROOT = Path(fa_ops.__file__).parent
 _SUFFIXES = (".py", ".cu", ".cuh")
 # Commands, what they and tests need, and what changes other packages.
 _LEFT_OUT = (
-    "__init__.py", "__main__.py", "bench", "cli", "testing",
-    "compat/__init__.py", "compat/sdpa.py", "compat/installation.py",
-    "compat/replacement.py", "compat/sdpa.py",
+    "__init__.py", "__main__.py", "bench", "cli", "testing", "compat/__init__.py", "compat/sdpa.py",
 )  # fmt: skip
 
 
