@@ -9,8 +9,8 @@ from fa_ops.backends import hopper
 from fa_ops.backends.hopper import backward
 from fa_ops.testing import Arena, Case, assert_right, random_case
 from tests.gpu import hopper_calls
-from tests.gpu import test_hopper_backward_isolation as isolation
 from tests.gpu.cases import check, few_processors
+from tests.gpu.hopper import test_backward_isolation as isolation
 
 pytestmark = pytest.mark.skipif(
     hopper.available_error() is not None, reason=str(hopper.available_error())
