@@ -1,4 +1,4 @@
-"""The operators' contracts on a GPU: layouts, CUDA graphs, synchronisation, torch.compile."""
+"""The operators' contracts on a GPU: layouts, CUDA graphs, torch.compile, lists of masks, sinks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 from torch.library import opcheck
 
 import fa_ops
+from fa_ops.backends import mask_blocks
 from fa_ops.ops import dense, merge, varlen
 from fa_ops.testing import assert_close_to_oracle, make_case
+from tests import infinite_sinks
 from tests.ops.cases import CASES as SMALL
 from tests.ops.cases import dense_call, packed_call, packed_case, saved_by
+from tests.ops.test_varlen_pages import OPTIONS, drawn
 
 
 def on_gpu(case):
@@ -220,3 +223,166 @@ def test_zero_sized(Sq, Sk):
     assert out.shape == (2, 2, Sq, 16) and (out == 0).all()
     out.sum().backward()
     assert (q.grad == 0).all() and (k.grad == 0).all()
+
+
+# `mask_blocks` on a GPU: lists, results of the kernels that skip by them, and CUDA graphs.
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 3, 129, 257), (1, 2, 1, 400), (2, 1, 300, 1), (1, 1, 3000, 3000), (3, 1, 1, 9000)],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_lists(shape, dtype, transposed):
+    mask = torch.rand(shape, device="cuda") > 0.5
+    mask[..., 128:300] = False
+    mask[:, :, 128:, :128] = True
+    if dtype != torch.bool:
+        mask = torch.zeros(shape, device="cuda", dtype=dtype).masked_fill(~mask, -torch.inf)
+        mask[..., 0] = torch.nan
+    mask = mask.mT.contiguous() if transposed else mask
+    mask = mask.mT if transposed else mask
+    assert torch.equal(fa_ops.mask_blocks(mask), mask_blocks.mask_blocks(mask))
+
+
+LONG = {"Sq": 300, "Sk": 400, "D": 64, "Dv": 64, "device": "cuda", "mask_blocks": True}
+FEATURES = {
+    "bool": {"mask": "bool"},
+    "bool, queries share": {"mask": "bool", "mask_shape": (1, 0, 0, 1)},
+    "float of heads": {"mask": "float", "mask_holes": True, "D": 128, "Dv": 128},
+    "float of batches": {"mask": "float", "mask_shape": (1, 0, 1, 1), "deterministic": True},
+    "float, queries share": {"mask": "float", "mask_shape": (1, 1, 0, 1), "mask_holes": True},
+    "float, keys share": {"mask": "float", "mask_shape": (0, 1, 1, 0), "mask_holes": True},
+    "gradient of the mask": {"mask": "float", "mask_shape": (0, 0, 1, 1), "mask_grad": True},
+    "causal and lengths": {"mask": "float", "is_causal": True, "kv_lens": True},
+    "ranges": {"mask": "float", "key_ranges": (1, 0, 1), "sinks": True},
+    "whole tiles": {"mask": "float", "Sq": 512, "Sk": 256, "mask_holes": True},
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_attention(feature, seed, backend):
+    case = make_case(**LONG | FEATURES[feature], dtype=torch.bfloat16, seed=seed)
+    assert_close_to_oracle(case, backend)
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_a_captured_graph_reads_the_mask_again(backend):
+    q, k, v, spec = make_case(
+        Sq=300, Sk=300, D=64, Dv=64, mask="float", mask_shape=(0, 0, 1, 1), mask_holes=True,
+        device="cuda", dtype=torch.bfloat16,
+    ).fresh()  # fmt: skip
+    mask = spec.attn_mask
+
+    def run():
+        blocks = fa_ops.mask_blocks(mask)
+        return fa_ops.attention(q, k, v, mask, mask_blocks=blocks, backend=backend)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for start in (0, 128):
+        mask.fill_(-torch.inf)[..., start : start + 128] = 0.0
+        graph.replay()
+        torch.testing.assert_close(out, fa_ops.attention(q, k, v, mask), atol=2e-2, rtol=2e-2)
+
+
+# Sinks of +inf and NaN on a GPU.
+
+BACKENDS = ("triton", "hopper")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", infinite_sinks.CALLS)
+def test_infinite_sinks_leave_no_weight_to_keys(name, backend):
+    infinite_sinks.check_results(name, backend, "cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", infinite_sinks.WITH_GRADIENTS)
+def test_their_gradients_are_those_of_lse(name, backend):
+    infinite_sinks.check_gradients(name, backend, "cuda", torch.bfloat16)
+
+
+def test_an_infinite_state_has_all_weight():
+    infinite_sinks.check_merging("triton", "cuda")
+
+
+# Packed queries over pages on a GPU.
+
+
+def pages_on_gpu(tensors: tuple, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [x.cuda().to(dtype) if x.is_floating_point() else x.cuda() for x in tensors]
+
+
+@pytest.mark.parametrize("page_size, D, Dv", [(4, 16, 8), (16, 64, 64), (64, 128, 128)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_results_are_those_of_the_oracle(name, page_size, D, Dv):
+    given = drawn(page_size, D, Dv)
+    q, k, v, ends, lens, table = pages_on_gpu(given)
+    options = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in OPTIONS[name].items()}
+    options = {"kv_lens": lens, "page_table": table, "return_lse": True, **options}
+    out, lse = fa_ops.attention_varlen(q, k, v, ends, None, 7, **options)
+    options["backend"] = "reference"
+    expected, expected_lse = fa_ops.attention_varlen(q, k, v, ends, None, 7, **options)
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("tokens", [90, 700])  # few and many queries of a kv head
+def test_fp8_pages_give_the_results_of_the_oracle(tokens):
+    q = torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(60, 16, 2, 128, device="cuda").to(torch.float8_e4m3fn) for _ in "kv")
+    ends = torch.tensor([0, tokens - 20, tokens], dtype=torch.int32, device="cuda")
+    options = {
+        "is_causal": True, "kv_lens": ends[1:].clone(), "return_lse": True,
+        "page_table": torch.arange(60, dtype=torch.int32, device="cuda").repeat(2, 1),
+    }  # fmt: skip
+    found = fa_ops.attention_varlen(q, k, v, ends, None, **options)
+    expected = fa_ops.attention_varlen(q, k, v, ends, None, **options, backend="reference")
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_prompts_and_decoding_steps_without_synchronisation_and_in_a_graph():
+    counts, keys = torch.tensor([700, 1, 1, 130]), torch.tensor([900, 3000, 64, 130])
+    g = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(256, 16, 2, 128, generator=g) for _ in range(2))
+    table = torch.randperm(256, generator=g).int().repeat(4, 1)
+    q = torch.randn(int(counts.sum()), 8, 128, generator=g)
+    ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    q, k, v, ends, lens, table = pages_on_gpu((q, k, v, ends, keys.int(), table))
+
+    def attend(backend: str | None = None) -> torch.Tensor:
+        return fa_ops.attention_varlen(
+            q, k, v, ends, None, 700, is_causal=True, kv_lens=lens, page_table=table,
+            backend=backend,
+        )  # fmt: skip
+
+    attend()  # compiles kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = attend()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(out, attend("reference"), atol=2e-2, rtol=2e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    lens -= 30
+    ends[1] -= 20  # other numbers of queries
+    graph.replay()
+    torch.testing.assert_close(captured, attend("reference"), atol=2e-2, rtol=2e-2)
+
+
+def test_borders_and_lengths_of_any_values_are_harmless():
+    q, k, v, ends, lens, table = pages_on_gpu(drawn(16, 64, 64))
+    for wrong in (ends.flip(0), ends * 1000, -ends, ends - 2**31):
+        out = fa_ops.attention_varlen(
+            q, k, v, wrong, None, kv_lens=lens * 10**6, page_table=table * 10**5
+        )
+        assert out.isfinite().all()

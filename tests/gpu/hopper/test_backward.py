@@ -1,14 +1,19 @@
-"""Gradients on Hopper: NaN and Inf affect only tokens that attend them; extreme options."""
+"""Gradients on a Hopper GPU: NaN and Inf, extreme options, pairs of CTAs, whole heads."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from fa_ops.backends import reference
+from fa_ops.backends.hopper import backward
 from fa_ops.call.options import Packing, Spec
+from fa_ops.testing import Arena, Case, PackedCase, assert_right, random_case
 from tests.gpu import hopper_calls
-from tests.gpu.cases import few_processors
+from tests.gpu.cases import check, few_processors, lengthened, pairs_of_ctas
+
+# Gradients on Hopper: NaN and Inf affect only tokens that attend them; extreme options.
 
 B, HQ, HKV, SQ, SK = 2, 4, 2, 200, 330
 LOW = -math.inf
@@ -92,7 +97,7 @@ def assert_isolated(grads, clean, queries, keys):
     assert grads.key[keys].isnan().any(-1).all()
 
 
-def backward(q, k, v, grad_out, spec, grad_lse=None, poison=None, kept=None):
+def gradients_by(q, k, v, grad_out, spec, grad_lse=None, poison=None, kept=None):
     """Gradients, given an out and an lse that contain NaN in affected rows only."""
     clean = [x.nan_to_num(0, 0, 0).double() for x in (q, k, v)]
     out, lse = reference.forward(*clean, spec)
@@ -121,7 +126,7 @@ def test_dense(D, Dv, deterministic, feature, operand, processors):
 
     def solve(poison=None, rows=None):
         q, k, v, grad_out, grad_lse = operands.values()
-        return backward(q, k, v, grad_out, spec, grad_lse, poison, rows)
+        return gradients_by(q, k, v, grad_out, spec, grad_lse, poison, rows)
 
     with few_processors(processors) if processors else torch.no_grad():
         clean = solve()
@@ -148,11 +153,11 @@ def test_nan_in_keys_beyond_kv_lens_has_no_effect(D, Dv, deterministic):
             deterministic=deterministic,
             kv_lens=torch.tensor(lens, device="cuda", dtype=torch.int32),
         )
-        clean = backward(q, k, v, grad_out, spec)
+        clean = gradients_by(q, k, v, grad_out, spec)
         dirty_k, dirty_v = k.clone(), v.clone()
         for b, n in enumerate(lens):
             dirty_k[b, :, n:], dirty_v[b, :, n:] = math.nan, math.inf
-        grads = backward(q, dirty_k, dirty_v, grad_out, spec)
+        grads = gradients_by(q, dirty_k, dirty_v, grad_out, spec)
         for x, y in zip(grads[:3], clean):
             assert (x - y).abs().max() <= 0.02 * y.abs().max()
         for b, n in enumerate(lens):
@@ -164,10 +169,10 @@ def test_rows_without_keys_have_zero_gradients(D, Dv, deterministic):
     q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, 100, D), draw(HKV, 100, Dv), draw(HQ, SQ, Dv)
     spec = Spec(deterministic=deterministic, is_causal=True)  # the first 100 queries have no keys
     grad_lse = torch.randn(B, HQ, SQ, device="cuda")
-    clean = backward(q, k, v, grad_out, spec, grad_lse)
+    clean = gradients_by(q, k, v, grad_out, spec, grad_lse)
     for x in (q, grad_out, grad_lse):
         x[:, :, :100] = math.nan
-    grads = backward(q, k, v, grad_out, spec, grad_lse)
+    grads = gradients_by(q, k, v, grad_out, spec, grad_lse)
     assert (grads.query[:, :, :100] == 0).all()
     for x, y in zip(grads[:3], clean):
         assert (x - y).abs().max() <= 0.02 * y.abs().max()
@@ -234,7 +239,7 @@ def test_huge_scores(D, Dv, deterministic, dtype):
             a, b = a.clamp(-limit, limit), b.clamp(-limit, limit)
             for is_causal in (False, True):
                 spec = Spec(is_causal=is_causal, deterministic=deterministic)
-                grads = backward(a, b, v, grad_out, spec)
+                grads = gradients_by(a, b, v, grad_out, spec)
                 assert grads.value.isfinite().all()
                 if dtype == torch.bfloat16:  # the others may overflow in float16
                     assert grads.query.isfinite().all() and grads.key.isfinite().all()
@@ -245,7 +250,7 @@ def test_huge_scores(D, Dv, deterministic, dtype):
 def test_softcaps(D, Dv, deterministic, softcap):
     q, k, v, grad_out = draw(HQ, SQ, D) * 3, draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
     spec = Spec(is_causal=True, softcap=softcap, deterministic=deterministic)
-    grads = backward(q, k, v, grad_out, spec)
+    grads = gradients_by(q, k, v, grad_out, spec)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     # the oracle cannot differentiate softcaps of 1e-40 or 1e300 in float64
     exact = spec._replace(softcap=min(max(softcap, 1e-12), 1e12))
@@ -261,11 +266,11 @@ def test_windows_wider_than_the_sequence_have_no_effect(D, Dv, deterministic):
     q, k, v, grad_out = q[:1], k[:1], v[:1], grad_out[:1]
     for is_causal in (False, True):
         plain = Spec(is_causal=is_causal, deterministic=deterministic)
-        expected = backward(q, k, v, grad_out, plain)
+        expected = gradients_by(q, k, v, grad_out, plain)
         for far in (1 << 20, (1 << 29) - 1, 1 << 29, 1 << 30, (1 << 31) - 2):
             for left, right in ((far, far), (-1, far), (far, -1)):
                 spec = plain._replace(window_left=left, window_right=right)
-                grads = backward(q, k, v, grad_out, spec)
+                grads = gradients_by(q, k, v, grad_out, spec)
                 for x, y in zip(grads[:3], expected):
                     assert torch.equal(x, y) or not deterministic
                     assert (x - y).abs().max() <= 0.02 * y.abs().max()
@@ -276,7 +281,7 @@ def test_windows_wider_than_the_sequence_have_no_effect(D, Dv, deterministic):
 def test_small_scales(D, Dv, deterministic, scale):
     q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
     spec = Spec(scale=scale, deterministic=deterministic)
-    grads = backward(q, k, v, grad_out, spec)
+    grads = gradients_by(q, k, v, grad_out, spec)
     assert all(x.isfinite().all() for x in grads[:3])
     mean = grad_out.double().mean(2, keepdim=True) * SQ / SK
     expected = mean.view(B, HKV, 2, 1, Dv).sum(2)
@@ -287,6 +292,212 @@ def test_small_scales(D, Dv, deterministic, scale):
 def test_sinks_of_rows_without_keys(sinks):
     q, k, v, grad_out = draw(HQ, SQ, 64), draw(HKV, 100, 64), draw(HKV, 100, 64), draw(HQ, SQ, 64)
     spec = Spec(is_causal=True, sinks=torch.full((HQ,), sinks, device="cuda"))
-    grads = backward(q, k, v, grad_out, spec)
+    grads = gradients_by(q, k, v, grad_out, spec)
     assert grads.sinks.isfinite().all() and (sinks != LOW or (grads.sinks == 0).all())
     assert all(x.isfinite().all() for x in grads[:3])
+
+
+# The backward kernel for pairs of CTAs on a Hopper GPU, for queries of any number of keys.
+
+
+@pytest.fixture
+def pairs():
+    with pairs_of_ctas():
+        yield
+
+
+def pair_case(seed, **fixed):
+    D = (256, 248)[seed % 2]
+    dtype = (torch.bfloat16, torch.float16)[seed // 4 % 2]
+    plain = dict(mask=None, softcap=0.0, dropout_p=0.0, deterministic=False)
+    return random_case(seed, **{"D": D, "Dv": D, "dtype": dtype, "device": "cuda"} | plain | fixed)
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize("seed", range(60))
+def test_random_by_pairs(seed):
+    check(lengthened(pair_case(seed)))
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_outside_the_tensors_is_written_by_pairs(seed):
+    assert_right(pair_case(seed + 500), "hopper", Arena())
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize(
+    "lengths",
+    [(1, 1), (1, 700), (129, 129), (300, 1000), (1300, 700), (64, 128), (65, 64)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "changes", [{}, {"is_causal": True}, {"window": (100, 30)}, {"kv_lens": True}], ids=str
+)
+def test_lengths_by_pairs(changes, lengths):
+    check(
+        Case(
+            B=2, Hq=4, Hkv=2, Sq=lengths[0], Sk=lengths[1], D=256, Dv=256, dtype=torch.bfloat16,
+            device="cuda", **changes,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("pairs")
+def test_groups_in_parts():
+    base = Case(
+        B=3, Hq=8, Hkv=1, Sq=333, Sk=430, D=256, Dv=256, dtype=torch.float16, device="cuda",
+        is_causal=True,
+    )  # fmt: skip
+    for count in (1, 16, 132):
+        with few_processors(count):
+            check(base)
+            check(dataclasses.replace(base, Hkv=8))
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize("poison", ["nan key", "inf value", "nan value", "nan query"])
+def test_nothing_but_what_attends_it_becomes_nan(poison):
+    assert_right(pair_case(4, Sq=200, Sk=300, is_causal=True, poison=poison), "hopper", None)
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize("operand", ["query", "key", "value", "grad_out", "grad_lse"])
+@pytest.mark.parametrize("feature", ["causal", "window", "lengths", "ranges"])
+def test_nan_and_inf_by_pairs(feature, operand):
+    for processors in (None, 1):
+        test_dense(256, 256, False, feature, operand, processors)
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize("alibi", [None, "batch_heads"])
+def test_packed(alibi):
+    features = Case(
+        Hq=6, Hkv=2, D=256, Dv=256, dtype=torch.bfloat16, device="cuda", is_causal=True,
+        alibi=alibi,
+    )  # fmt: skip
+    check(PackedCase((700, 3, 129), (700, 3, 129), 0, features))
+
+
+# Backward passes on a Hopper GPU whose CTAs have all keys of a head, or two slots for keys.
+
+DIMS = (64, 128, 40, 120)
+
+
+@pytest.fixture(params=[(1, True), (4, True), (4, False)], ids=str)
+def taken(request, monkeypatch):
+    """Each answer of the rule, with so few multiprocessors that it prefers whole heads.
+
+    Parameters are their number, and whether the products sum rows themselves.
+    """
+    processors, sums_rows = request.param
+    answers, rule = [], backward.prefers_whole_heads
+    monkeypatch.setattr(backward, "prefers_own_row_sums", lambda *args: sums_rows)
+    monkeypatch.setattr(
+        backward,
+        "prefers_whole_heads",
+        lambda *args: answers.append(rule(*args)) or answers[-1],
+    )
+    with few_processors(processors):
+        yield answers
+
+
+def whole_case(seed, **fixed):
+    D, dtype = DIMS[seed % 4], (torch.bfloat16, torch.float16)[seed // 4 % 2]
+    plain = {
+        "mask": None, "softcap": 0.0, "dropout_p": 0.0, "key_ranges": None, "kv_lens": False,
+        "D": D, "Dv": D, "dtype": dtype, "device": "cuda",
+    }  # fmt: skip
+    return random_case(seed, **plain | fixed)
+
+
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize("seed", range(60))
+def test_random_by_whole_heads(seed):
+    check(whole_case(seed, B=3, Hq=8, Hkv=(8, 4, 2)[seed % 3], Sk=(100, 300, 777)[seed // 4 % 3]))
+
+
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_outside_the_tensors_is_written_by_whole_heads(seed):
+    assert_right(whole_case(seed + 500, Hq=6, Hkv=6), "hopper", Arena())
+
+
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize("D", DIMS)
+@pytest.mark.parametrize(
+    "lengths",
+    [(1, 1), (1, 700), (129, 129), (300, 1000), (1300, 700), (64, 128), (512, 512), (65, 64)],
+    ids=str,
+)
+@pytest.mark.parametrize("changes", [{}, {"is_causal": True}, {"window": (100, 30)}], ids=str)
+def test_lengths_by_whole_heads(changes, lengths, D, taken):
+    case = Case(
+        B=2, Hq=4, Hkv=2, Sq=lengths[0], Sk=lengths[1], D=D, Dv=D, dtype=torch.bfloat16,
+        device="cuda", **changes,
+    )  # fmt: skip
+    check(case)
+    check(dataclasses.replace(case, B=5, Hq=3, Hkv=3))
+    assert any(taken) or (lengths[0] > lengths[1] and changes)
+
+
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize("D", DIMS)
+@pytest.mark.parametrize(
+    "B, Hq, Hkv, Sq, Sk", [(1, 8, 8, 64, 64), (2, 8, 2, 60, 100), (3, 5, 5, 200, 256)]
+)
+def test_small_problems_on_many_processors(B, Hq, Hkv, Sq, Sk, D, taken):
+    with few_processors(132):
+        for is_causal in (False, True):
+            check(
+                Case(
+                    B=B, Hq=Hq, Hkv=Hkv, Sq=Sq, Sk=Sk, D=D, Dv=D, dtype=torch.float16,
+                    device="cuda", is_causal=is_causal, sinks=True,
+                )
+            )  # fmt: skip
+    assert D > 64 or all(taken)
+
+
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize("D", DIMS)
+def test_bits_repeat(D):
+    """Each thread adds its sums in one order, so `deterministic` needs no other kernel."""
+    case = Case(
+        B=5, Hq=8, Hkv=8, Sq=600, Sk=600, D=D, Dv=D, dtype=torch.bfloat16, device="cuda",
+        is_causal=True, deterministic=True,
+    )  # fmt: skip
+    q, k, v, spec = case.fresh()
+    out, lse = hopper_calls.forward(q, k, v, spec)
+    grad = torch.randn_like(out)
+    first, *more = (
+        hopper_calls.backward(grad, None, q, k, v, out, lse, spec)[:3] for _ in range(5)
+    )
+    for again in more:
+        assert all(torch.equal(x, y) for x, y in zip(first, again))
+
+
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize("operand", ["query", "key", "value", "grad_out", "grad_lse"])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("feature", ["causal", "window"])
+def test_nan_and_inf_by_whole_heads(feature, D, operand, taken):
+    test_dense(D, D, False, feature, operand, None)
+    assert any(taken)
+
+
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize("D", [64, 40])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"is_causal": True}, {"window": (100, 30)}, {"kv_lens": True}, {"alibi": "heads"}],
+    ids=str,
+)
+def test_two_slots_for_keys(changes, D, monkeypatch):
+    """Also of CTAs that take blocks of keys of several heads, and parts of a group's queries."""
+    monkeypatch.setattr(backward, "prefers_whole_heads", lambda *args: False)
+    base = Case(
+        B=2, Hq=6, Hkv=6, Sq=300, Sk=450, D=D, Dv=D, dtype=torch.bfloat16, device="cuda", **changes
+    )
+    check(base)
+    check(dataclasses.replace(base, Hkv=1))
+    check(dataclasses.replace(base, Sq=700, Sk=600))
