@@ -1,5 +1,7 @@
 """The kernels of short rows with a bias without a GPU: registers, shared memory, instructions."""
 
+import sys
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch, short_rows  # noqa: E402
 from fa_ops.backends.triton.configs import holds_short_rows  # noqa: E402
-from fa_ops.call.options import Spec  # noqa: E402
+from fa_ops.call.call import DENSE, Call, Saved  # noqa: E402
+from fa_ops.call.options import Operands, Spec  # noqa: E402
 from tests.compile_only.sass import assert_fits, disassembled, main_loop  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -79,3 +82,68 @@ def test_backward(arch, S, D, shared, compiled, tmp_path):
     assert holds_short_rows(arch, S, D, backward=True)
     kernel = compiled(arch, S, D, shared, backward=True)
     assert_fits_in_the_loop(kernel, arch, tmp_path)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The arguments of each launch of a call of CPU tensors, none of which runs."""
+    noted = []
+    monkeypatch.setattr(short_rows, "bind", lambda *of, **options: lambda grid, args: note(args))
+    monkeypatch.setattr(short_rows, "_launches", {})
+    note = noted.append
+    return noted
+
+
+def tensors(shift=0, shared=True):
+    """q, k, v and a bias; with a `shift` q does not begin at a multiple of 16 bytes."""
+    size = B * H * 49 * 32
+    memory = torch.zeros(3, size + 8, dtype=torch.bfloat16)
+    q, k, v = (x[i : i + size].view(B, H, 49, 32) for x, i in zip(memory, (shift, 0, 0)))
+    return q, k, v, torch.zeros(1 if shared else B, H, 49, 49, dtype=torch.bfloat16)
+
+
+def prepared(backward, shared=True):
+    """() -> what runs calls with the geometry of `tensors`, forward or backward."""
+    q, k, v, bias = tensors(shared=shared)
+    call = Call(DENSE, q, k, v, Spec(bias))
+    if not backward:
+        run = short_rows.prepare(call)
+        return lambda q, k, v, bias: run(q, k, v, Operands(bias))
+    lse = torch.zeros(B, H, 49)
+    run = short_rows.prepare_backward(call._replace(saved=Saved(q, None, q, lse, True)))
+    return lambda q, k, v, bias: run(q, None, q, k, v, q, lse, Operands(bias))
+
+
+@pytest.mark.parametrize("backward, limit", [(False, 5), (True, 10)])
+def test_a_prepared_call_enters_few_functions(launched, backward, limit):
+    run, given, entered = prepared(backward), tensors(), []
+    folder = short_rows.__file__.removesuffix("short_rows.py")
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        run(*given)
+    finally:
+        sys.setprofile(None)
+    assert 3 < len(entered) <= limit, entered
+    q, k, v, bias = given
+    (args,) = launched
+    assert args[:3] == (q, k, v) and any(x is bias for x in args)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_prepared_call_copies_what_is_not_aligned(launched, backward, shared):
+    run = prepared(backward, shared)
+    for shift in (0, 1, 0):
+        q, k, v, bias = tensors(shift, shared)
+        results = run(q, k, v, bias)
+        args = launched[-1]
+        assert (args[0] is q) == (shift == 0) and args[0].data_ptr() % 16 == 0
+        assert results[0].shape == q.shape and (not backward or results[3].shape == bias.shape)
+    first, other, again = launched
+    numbers = [[x for x in args if not isinstance(x, torch.Tensor)] for args in launched]
+    assert numbers[0] == numbers[2] and len(first) == len(other) == len(again)

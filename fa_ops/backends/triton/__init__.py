@@ -93,7 +93,7 @@ def plan(call: Call) -> Plan:
             return general("backward", varlen_backward)
         is_short = has_short_gradients(q, k, v, call.spec, saved.mask_grad)
         if is_short and _holds_short_rows(call):
-            return general("backward of short rows", short_rows.backward)
+            return Plan("backward of short rows", short_rows.prepare_backward)
         return general("backward", backward)
     if call.kind == PACKED:
         return general("forward", varlen_forward)
@@ -104,7 +104,7 @@ def plan(call: Call) -> Plan:
     if is_decoding(q.shape[2], call.num_keys, call.spec):
         return decoding(Plan("split-KV decoding", prepare_cached))
     if has_short_rows(q, k, v, call.spec) and _holds_short_rows(call):
-        return general("forward of short rows", short_rows.forward)
+        return Plan("forward of short rows", short_rows.prepare)
     return general("forward", forward)
 
 

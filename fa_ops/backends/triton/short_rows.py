@@ -12,7 +12,7 @@ and recomputed exactly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ from fa_ops.backends.triton.primitives import (
     natural,
     store_tile,
 )
-from fa_ops.call.options import MAX_SHORT_ROWS, Gradients, Spec
+from fa_ops.call.call import Call, Run, general
+from fa_ops.call.options import ALIGNMENT, MAX_SHORT_ROWS, Gradients, Operands, Spec
 
 
 @triton.jit
@@ -321,24 +322,66 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
 
     Returns out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq).
     """
-    B, Hq, Sq, D = q.shape
-    _, Hkv, Sk, Dv = v.shape
-    named = {"q": q, "k": k, "v": v}
-    layout = layout_of(named, strides_of(named), max(Sq, Sk))
-    if needs_copies(layout, q.dtype, D, Dv):
+    D, Dv = q.shape[3], v.shape[3]
+    if _must_copy({"q": q, "k": k, "v": v}):
         out, lse = forward(*aligned(q, k, v), scaled(spec, D))
         return narrowed(out, Dv), lse
+    attend, _ = _forward_of(q, k, v, spec)
+    return attend(q, k, v, spec.attn_mask)
+
+
+def prepare(call: Call) -> Run:
+    """What runs forward passes with the geometry of this one."""
+    q, k, v, spec = call.query, call.key, call.value, call.spec
+    in_general = general("forward of short rows", forward).prepare(call)
+    if _must_copy({"q": q, "k": k, "v": v}):
+        return in_general
+    attend, has_aligned_mask = _forward_of(q, k, v, spec)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, operands: Operands, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        mask, addresses = operands.attn_mask, q.data_ptr() | k.data_ptr() | v.data_ptr()
+        if has_aligned_mask:
+            addresses |= mask.data_ptr()
+        if addresses % ALIGNMENT:
+            return in_general(q, k, v, operands, with_lse)
+        return attend(q, k, v, mask)
+
+    return run
+
+
+def _must_copy(named: Mapping[str, Tensor]) -> bool:
+    """Whether the kernels cannot read these tensors; q and v are among them."""
+    q, v = named["q"], named["v"]
+    rows = max(q.shape[2], v.shape[2])
+    return needs_copies(layout_of(named, strides_of(named), rows), q.dtype, q.shape[3], v.shape[3])
+
+
+def _forward_of(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Callable, bool]:
+    """(q, k, v, mask) -> (out, lse), for aligned tensors of this geometry, and whether the mask
+    must be aligned too."""
+    B, Hq, Sq, D = q.shape
+    _, Hkv, Sk, Dv = v.shape
     row, device = Hq * Dv, q.get_device()
-    out = empty((B, Hq, Sq, Dv), (Sq * row, Dv, row, 1), q.dtype, device)
-    lse = empty((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device)
+    of_out = (B, Hq, Sq, Dv), (Sq * row, Dv, row, 1), q.dtype, device
+    of_lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device
     bias, kind, shared = _bias(spec, B, Hq, Sq, Sk, D)
     tile = short_forward_tile(Sq, Sk)
     blocks = Hq * -(-Sq // tile.block_m)
     chunks = tile.chunks(B, blocks, multiprocessors(device))
-    sizes = (B, Hq, Hq // Hkv, Sq, Sk, chunks)
-    tensors, more = (q, k, v, out, lse), {"KEEPS": shared}
-    _launch(short_forward_kernel, tile, named, tensors, sizes, bias, kind, (D, Dv), blocks, more)
-    return out, lse
+    tensors, named = (q, k, v, empty(*of_out), empty(*of_lse)), {"q": q, "k": k, "v": v}
+    start = _launch_of(
+        short_forward_kernel, tile, named, tensors, (B, Hq, Hq // Hkv, Sq, Sk, chunks), bias, kind,
+        (D, Dv), blocks, {"KEEPS": shared},
+    )  # fmt: skip
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = empty(*of_out), empty(*of_lse)
+        start((q, k, v, out, lse), mask)
+        return out, lse
+
+    return run, kind.mask[1]
 
 
 def backward(
@@ -346,74 +389,135 @@ def backward(
     lse: Tensor, spec: Spec, mask_grad: bool = False,
 ) -> Gradients:  # fmt: skip
     """The gradients of `forward`, of one key head for each query head; always deterministic."""
-    B, Hq, Sq, D = q.shape
-    Sk, Dv = v.shape[2:]
-    named = {"q": q, "k": k, "v": v}
-    named |= {"grad_out": rows_contiguous(grad_out), "out": rows_contiguous(out)}
-    if needs_copies(layout_of(named, strides_of(named), max(Sq, Sk)), q.dtype, D, Dv):
+    grad_out, out = rows_contiguous(grad_out), rows_contiguous(out)
+    named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out}
+    if _must_copy(named):
         do, qa, ka, va, o = aligned(grad_out, q, k, v, out)
-        grads = backward(do, grad_lse, qa, ka, va, o, lse, scaled(spec, D), mask_grad)
+        grads = backward(do, grad_lse, qa, ka, va, o, lse, scaled(spec, q.shape[3]), mask_grad)
         return restored_gradients(grads, q, k, v)
-    dq, dk, dv = map(written_like, (q, k, v))
-    rows = torch.empty((2, B * Hq, ROW_UNIT.value), dtype=torch.float32, device=q.device)
+    run, _ = _backward_of(named, grad_lse, spec, mask_grad)
+    return run(grad_out, grad_lse, q, k, v, out, lse, spec.attn_mask)
+
+
+def prepare_backward(call: Call) -> Run:
+    """What runs backward passes with the geometry of this one."""
+    q, k, v, saved = call.query, call.key, call.value, call.saved
+    in_general = general("backward of short rows", backward).prepare(call)
+    named = {"q": q, "k": k, "v": v, "grad_out": saved.grad_out, "out": saved.out}
+    is_given = rows_contiguous(saved.grad_out) is saved.grad_out
+    if not is_given or rows_contiguous(saved.out) is not saved.out or _must_copy(named):
+        return in_general
+    differentiate, has_aligned_mask = _backward_of(
+        named, saved.grad_lse, call.spec, saved.mask_grad
+    )
+
+    def run(grad_out, grad_lse, q, k, v, out, lse, operands: Operands) -> Gradients:
+        mask, addresses = operands.attn_mask, q.data_ptr() | k.data_ptr() | v.data_ptr()
+        addresses |= grad_out.data_ptr() | out.data_ptr()
+        if has_aligned_mask:
+            addresses |= mask.data_ptr()
+        if addresses % ALIGNMENT:
+            return in_general(grad_out, grad_lse, q, k, v, out, lse, operands)
+        return differentiate(grad_out, grad_lse, q, k, v, out, lse, mask)
+
+    return run
+
+
+def _backward_of(
+    named: Mapping[str, Tensor], grad_lse: Tensor | None, spec: Spec, mask_grad: bool
+) -> tuple[Callable, bool]:
+    """(grad_out, grad_lse, q, k, v, out, lse, mask) -> Gradients, as `_forward_of`."""
+    q, k, v, _, _ = named.values()
+    mask, device = spec.attn_mask, q.get_device()
+    (B, Hq, Sq, D), (*_, Sk, Dv) = q.shape, v.shape
     bias, kind, shared = _bias(spec, B, Hq, Sq, Sk, D)
     tile = short_backward_tile(Sq, Sk, max(D, Dv), shared)
-    chunks = tile.chunks(B, Hq, multiprocessors(q.get_device()))
-    dmask, sums = None, False
+    chunks = tile.chunks(B, Hq, multiprocessors(device))
+    grads = [written_like(x) for x in (q, k, v)]
+    of_grads = [(x.shape, x.stride(), x.dtype, device) for x in grads]
+    # rows of inputs overlap: their gradients are copied to the layout of `torch.empty_like`
+    copied = any(laid_out_as(grad, x) is not grad for grad, x in zip(grads, (q, k, v)))
+    rows = B * Hq, ROW_UNIT.value
+    of_rows = rows, (rows[1], 1), torch.float32, device
+    shape, of_dmask, sums = (1,) * (4 - mask.dim()) + tuple(mask.shape), None, False
     if mask_grad:
-        shape = (1,) * (4 - spec.attn_mask.dim()) + tuple(spec.attn_mask.shape)
         sums = shape != (B, Hq, Sq, Sk)
-        dtype = torch.float32 if sums else spec.attn_mask.dtype
-        dmask = torch.empty((chunks if sums else B, Hq, Sq, Sk), dtype=dtype, device=q.device)
-    if grad_lse is not None:
-        grad_lse = grad_lse.contiguous()
-    tensors = (*named.values(), lse.contiguous(), grad_lse, dq, dk, dv, *rows, dmask)
-    named |= {"dq": dq, "dk": dk, "dv": dv}
-    sizes, more = (B, Hq, Sq, Sk, chunks), {"KEEPS": shared, "SUMS": sums}
-    _launch(short_backward_kernel, tile, named, tensors, sizes, bias, kind, (D, Dv), Hq, more)
-    if sums:
-        summed = tuple(at for at, size in enumerate(shape) if size == 1)
-        dmask = dmask.sum(summed, keepdim=True).to(spec.attn_mask.dtype)
-    grads = (laid_out_as(grad, x) for grad, x in zip((dq, dk, dv), (q, k, v)))
-    return Gradients(*grads, dmask.view(spec.attn_mask.shape) if mask_grad else None)
+        parts = chunks if sums else B
+        of_dmask = (
+            (parts, Hq, Sq, Sk), (Hq * Sq * Sk, Sq * Sk, Sk, 1),
+            torch.float32 if sums else mask.dtype, device,
+        )  # fmt: skip
+    summed = tuple(at for at, size in enumerate(shape) if size == 1)
+    allocated = [of_rows, of_rows, *([] if of_dmask is None else [of_dmask])]
+    lse = empty((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device)
+    tensors = (*named.values(), lse, grad_lse, *grads, *(empty(*of) for of in allocated))
+    start = _launch_of(
+        short_backward_kernel, tile, {**named, **dict(zip(("dq", "dk", "dv"), grads))},
+        tensors if mask_grad else (*tensors, None), (B, Hq, Sq, Sk, chunks), bias, kind, (D, Dv),
+        Hq, {"KEEPS": shared, "SUMS": sums},
+    )  # fmt: skip
+
+    def run(
+        grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+        lse: Tensor, mask: Tensor,
+    ) -> Gradients:  # fmt: skip
+        dq, dk, dv = [empty(*of) for of in of_grads]
+        dmask = None if of_dmask is None else empty(*of_dmask)
+        if grad_lse is not None:
+            grad_lse = grad_lse.contiguous()
+        start(
+            (q, k, v, grad_out, out, lse.contiguous(), grad_lse, dq, dk, dv, empty(*of_rows),
+             empty(*of_rows), dmask),
+            mask,
+        )  # fmt: skip
+        if sums:
+            dmask = dmask.sum(summed, keepdim=True).to(mask.dtype)
+        if dmask is not None and mask.dim() < 4:
+            dmask = dmask.view(mask.shape)
+        if copied:
+            dq, dk, dv = map(laid_out_as, (dq, dk, dv), (q, k, v))
+        return Gradients(dq, dk, dv, dmask)
+
+    return run, kind.mask[1]
 
 
 def _bias(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tuple, Class, bool]:
-    """(scale in units of log2, the bias of all scores and its strides), the class, and whether the
+    """(scale in units of log2, the strides of the bias of all scores), the class, and whether the
     batch shares the bias."""
     values, kind = arguments(spec, B, Hq, Sq, Sk, D)
-    bias = (values[0], *values[2:7])
-    return bias, kind, B == 1 or bias[2] == 0
+    bias = (values[0], *values[3:7])
+    return bias, kind, B == 1 or bias[1] == 0
 
 
-def _launch(
+def _launch_of(
     kernel: Any, tile: ShortTile, named: Mapping[str, Tensor], tensors: tuple, sizes: tuple,
     bias: tuple, kind: Class, dims: tuple[int, int], programs: int, more: Mapping[str, bool],
-) -> None:  # fmt: skip
-    """Launch `programs` programs for each chunk of the batch; compiled on first use.
+) -> Callable[[tuple, Tensor], None]:  # fmt: skip
+    """(tensors, mask) -> None: launches `programs` programs for each chunk of the batch.
 
     named: the tensors whose strides the kernel takes. sizes: from the batch on, the chunks last.
-    more: other constexpr parameters.
+    more: other constexpr parameters. A kernel is compiled on first use.
     """
-    q, strides, chunks = tensors[0], strides_of(named), sizes[-1]
-    row_stride, key_stride = bias[-2:]
+    q, strides = tensors[0], strides_of(named)
+    scale, *bias_strides = bias
     aligned_rows, wide = layout_of(named, strides, ROW_UNIT.value)
     # offsets within a head
-    wide = wide or MAX_SHORT_ROWS * (row_stride + key_stride) >= 1 << 31
+    wide = wide or MAX_SHORT_ROWS * (bias_strides[-2] + bias_strides[-1]) >= 1 << 31
     layout = Layout(aligned_rows, wide)
     optional = tuple(None if t is None else t.dtype for t in tensors)
     key = (kernel, tile, dims, layout, kind, optional, q.device, *more.values())
-    launch = _launches.get(key)
-    args = (*tensors, *strides, *sizes, *bias)
+    launch, numbers = _launches.get(key), (*strides, *sizes, scale)
     if launch is None:
         D, Dv = dims
         constants = {
             "D": D, "Dv": Dv, "BLOCK_D": padded(D), "BLOCK_DV": padded(Dv),
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **more,
         }  # fmt: skip
+        mask = torch.empty(1, dtype=kind.mask[0], device=q.device)
         launch = _launches[key] = bind(
-            kernel, args, constants, tile.options(), device=q.device,
-            divisors=layout.divisors(tuple(named), q.dtype) | kind.divisors(),
+            kernel, (*tensors, *numbers, mask, *bias_strides), constants, tile.options(),
+            device=q.device, divisors=layout.divisors(tuple(named), q.dtype) | kind.divisors(),
             fixed=kind.fixed(), wide=layout.wide,
         )  # fmt: skip
-    launch((programs * chunks, 1, 1), args)
+    grid = programs * sizes[-1], 1, 1
+    return lambda tensors, mask: launch(grid, (*tensors, *numbers, mask, *bias_strides))
