@@ -29,7 +29,7 @@ from fa_ops.backends import dropout
 from fa_ops.call import python_types
 from fa_ops.call.options import Spec, dtype_name
 from fa_ops.call.python_types import need_int, need_tensor
-from fa_ops.compat.arguments import (
+from fa_ops.compat.flash import (
     DENSE,
     PACKED,
     Window,

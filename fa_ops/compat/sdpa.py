@@ -23,13 +23,13 @@ from torch.library import Library
 from torch.nn.attention import register_flash_attention_impl
 
 from fa_ops.call.options import dtype_name
-from fa_ops.compat.arguments import (
+from fa_ops.compat.flash import (
+    attend_pages,
     buffers,
     finite_or_empty,
     infinite_where_empty,
     unit_stride,
 )
-from fa_ops.compat.caches import attend_pages
 from fa_ops.ops import dense, varlen
 
 # aten's five flash-attention operators on those of fa_ops.

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fa_ops import tracing
 from fa_ops.compat import flash_attn_interface as compat
-from fa_ops.compat.caches import caches_of
+from fa_ops.compat.flash import caches_of
 from fa_ops.compat.flash_attn_interface import products
 from tests.compat.test_flash_attn import caches, draw, rows_of
 
@@ -453,7 +453,7 @@ def test_nothing_is_written_before_an_error(wrong):
 
 def test_tokens_that_have_no_place_are_not_written():
     """On a GPU nothing is read by the host; a token beyond the cache must not overwrite others."""
-    from fa_ops.compat import caches as append
+    from fa_ops.compat import flash as append
 
     pages, table = torch.zeros(2, 4, 1, 2), torch.tensor([[1], [7]], dtype=torch.int32)
     caches = append.Caches(pages, pages.clone(), table, 4)

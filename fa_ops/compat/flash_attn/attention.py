@@ -6,32 +6,30 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.python_types import checked_packing, need_tensor
-from fa_ops.compat.arguments import (
+from fa_ops.compat.flash import (
     DENSE,
     PACKED,
     Window,
+    attend_pages,
+    attend_rows,
+    caches_of,
     check_list,
+    check_new,
     count,
     flag,
     heads_first,
     infinite_where_empty,
     lengths,
     need_int32,
+    new_keys,
     number,
     parts,
+    rotation_of,
     scalar,
     score_options,
     shape,
     signed_weights,
     unit_stride,
-)
-from fa_ops.compat.caches import (
-    attend_pages,
-    attend_rows,
-    caches_of,
-    check_new,
-    new_keys,
-    rotation_of,
     without_gradient,
 )
 from fa_ops.functions.attention import attention, attention_varlen, dropout_seed

@@ -11,7 +11,7 @@ from fa_ops import tracing
 from fa_ops.call import checks
 from fa_ops.call.options import dtype_name
 from fa_ops.call.python_types import need_tensor
-from fa_ops.compat.arguments import count, has_shape
+from fa_ops.compat.flash import count, has_shape
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:

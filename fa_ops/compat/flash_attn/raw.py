@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.python_types import need_tensor
-from fa_ops.compat.arguments import (
+from fa_ops.compat.flash import (
     DENSE,
     PACKED,
     PAGES,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.python_types import checked_packing, need_tensor
-from fa_ops.compat.arguments import (
+from fa_ops.compat.flash import (
     DENSE,
     PACKED,
     buffers,

@@ -8,8 +8,8 @@ from torch import Tensor
 from fa_ops.call import checks
 from fa_ops.call.options import Packing
 from fa_ops.call.python_types import checked_packing, need_tensor
-from fa_ops.compat import arguments
-from fa_ops.compat.arguments import (
+from fa_ops.compat import flash
+from fa_ops.compat.flash import (
     DENSE,
     PACKED,
     Window,
@@ -23,8 +23,8 @@ from fa_ops.compat.arguments import (
     score_options,
     shape,
     unit_stride,
+    without_gradient,
 )
-from fa_ops.compat.caches import without_gradient
 from fa_ops.compat.flash_attn_interface import products
 from fa_ops.compat.flash_attn_interface.products import Scales, attend_parts, check_unused, chunk_of
 from fa_ops.functions.attention import attention, attention_varlen, merge_states
@@ -278,15 +278,15 @@ def packed(
     if seqused_q is None and not chunk:
         return packing, seqused_k
     ends_q, ends_k, longest_q, longest_k = packing
-    arguments.check(packing, tokens)
-    parts = arguments.used(ends_q, ends_k, seqused_q, seqused_k)
-    arguments.check_longest("max_seqlen_q", longest_q, parts[1])
-    arguments.check_longest("max_seqlen_k", longest_k, parts[3])
+    flash.check_packing(packing, tokens)
+    parts = flash.used_parts(ends_q, ends_k, seqused_q, seqused_k)
+    flash.check_longest("max_seqlen_q", longest_q, parts[1])
+    flash.check_longest("max_seqlen_k", longest_k, parts[3])
     if not sequences:
         return packing, seqused_k
     if chunk:
-        parts = arguments.chunks(parts, chunk, tokens[0] if longest_q is None else longest_q)
-    return arguments.packing_of(parts, longest_q, longest_k)
+        parts = flash.chunk_parts(parts, chunk, tokens[0] if longest_q is None else longest_q)
+    return flash.packing_of(parts, longest_q, longest_k)
 
 
 # flash_attn_combine: results over parts of the keys become the result over all of them.

@@ -9,34 +9,32 @@ from torch import Tensor
 
 from fa_ops.call import checks
 from fa_ops.call.python_types import need_tensor
-from fa_ops.compat.arguments import (
+from fa_ops.compat.flash import (
     DENSE,
     PACKED,
-    Window,
-    check_list,
-    count,
-    flag,
-    has_shape,
-    lengths,
-    of_sequences,
-    score_options,
-    shape,
-    unit_stride,
-)
-from fa_ops.compat.caches import (
     Caches,
     Rotation,
+    Window,
     append,
     attend_chunks,
     attend_pages,
     attend_rows,
     caches_of,
     check_appended,
+    check_list,
     check_new,
+    count,
+    flag,
+    has_shape,
+    lengths,
     new_keys,
+    of_sequences,
     ranges_from,
     rotation_of,
     saturated,
+    score_options,
+    shape,
+    unit_stride,
     without_gradient,
 )
 from fa_ops.compat.flash_attn_interface.products import (

@@ -17,9 +17,16 @@ from fa_ops import tracing
 from fa_ops.call import checks
 from fa_ops.call.options import MAX_HEAD_DIM, Packing, dtype_name
 from fa_ops.call.python_types import need_tensor
-from fa_ops.compat import arguments
-from fa_ops.compat.arguments import count, flag, has_shape, unit_stride
-from fa_ops.compat.caches import Caches, attend_chunks, attend_pages
+from fa_ops.compat import flash
+from fa_ops.compat.flash import (
+    Caches,
+    attend_chunks,
+    attend_pages,
+    count,
+    flag,
+    has_shape,
+    unit_stride,
+)
 from fa_ops.functions.attention import attention_varlen
 from fa_ops.ops.autograd import undifferentiable
 
@@ -173,11 +180,11 @@ def packed(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out ``(Tq, Hq, Dv)`` and lse ``(Hq, Tq)``; each key is a page of its own."""
     check_qv(q, qv, v)
-    arguments.check(packing, (q.shape[0], k.shape[0]))
+    flash.check_packing(packing, (q.shape[0], k.shape[0]))
     ends_q, ends_k, longest_q, longest_k = packing
     tokens = k.shape[0]
     lens = ends_k.diff() if kv_lens is None else torch.minimum(kv_lens, ends_k.diff()).clamp(min=0)
-    arguments.check_longest("max_seqlen_k", longest_k, lens)
+    flash.check_longest("max_seqlen_k", longest_k, lens)
     longest_k = tokens if longest_k is None else min(longest_k, tokens)
     table = ends_k[:-1, None] + torch.arange(longest_k, dtype=torch.int32, device=q.device)
     table = table.clamp(0, max(tokens - 1, 0))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.python_types import need_tensor
-from fa_ops.compat.arguments import count, flag, number
+from fa_ops.compat.flash import count, flag, number
 from fa_ops.compat.flash_attn.ops.triton.rotary import apply_rotary, check
 
 Offsets = int | Tensor

@@ -8,7 +8,7 @@ from torch import Tensor
 from fa_ops.backends.rotary import rotated
 from fa_ops.call import checks
 from fa_ops.call.python_types import need_int, need_tensor
-from fa_ops.compat.arguments import check_list, count, flag, has_shape
+from fa_ops.compat.flash import check_list, count, flag, has_shape
 
 
 @torch.no_grad()
