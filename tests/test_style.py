@@ -29,7 +29,7 @@ MEANINGLESS = {
     "requests", "scaled", "stepwise", "sums", "things", "tracked", "util", "utils", "waiting",
     "widened",
 }  # fmt: skip
-MEANINGLESS_NAMES = {"Found", "Latest", "Prepared", "Refused", "Scaled", "Tracked"}
+MEANINGLESS_NAMES = {"Found", "Prepared", "Refused", "Scaled", "Tracked"}
 # Files with fewer lines than this have two readers in the installed packages.
 MIN_FILE_LINES = 120
 SHORT_FILES = {  # with the reason
@@ -39,13 +39,6 @@ SHORT_FILES = {  # with the reason
     "fa_ops.ops.nested": "the contract with NestedTensor, beside the other contracts of torch",
     "hf_integration.diffusers.explaining": "beside what is explained",
     "hf_integration.diffusers.registration": "a change of diffusers, apart from the attention",
-    # to be merged with their reader
-    "compile_passes.emit.lse": "",
-    "compile_passes.explain": "",
-    "compile_passes.rewrites.metadata_readers": "",
-    "hf_integration.diffusers.parallel": "",
-    "hf_integration.paged": "",
-    "hf_integration.unsupported_models": "",
 }
 
 HOPPER = "fa_ops/backends/hopper/cuda"
