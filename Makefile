@@ -25,7 +25,19 @@ DIFFUSERS := $(VENV)/.installed-diffusers
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST   := $(TEST_ENV) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help install demo doctor test test-torch test-core test-interpreter test-compile-only test-diffusers fuzz lint docs bench lines clean
+# For each stage, the file that compares most calls with the oracle, eager code or the corpus in at
+# most 15 CPU seconds (the corpus in 40); of slower ones the named part. tests/README.md has the rule.
+QUICK := tests/test_layering.py tests/test_style.py tests/call/test_errors.py tests/plans/test_planning.py \
+	tests/ops/test_contract.py tests/ops/test_transforms.py tests/ops/test_kv_cache.py \
+	tests/ops/test_quantized.py tests/ops/test_compile.py::test_one_graph_over_five_lengths \
+	tests/backends/test_reference.py tests/backends/cpu/test_cpu.py tests/fuzz/test_fuzz.py \
+	$(addprefix tests/backends/hopper/test_,configs.py launch.py training_host.py decode_host.py packed_host.py) \
+	tests/compat/test_flash_attn.py tests/compile_passes/test_corpus.py::test_spellings_fuse_as_expected \
+	tests/hf_integration/test_hf_attention.py
+QUICK_CASES := 100
+QUICK_INTERPRETER := $(addsuffix .py::test_feature,$(addprefix tests/interpreter/test_,triton_forward backward decode))
+
+.PHONY: help install demo doctor test test-quick test-torch test-core test-interpreter test-compile-only test-diffusers fuzz lint docs bench lines clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -71,6 +83,12 @@ test: $(STAMP)  ## the whole suite
 	for part in test-core test-interpreter test-compile-only; do \
 	  $(MAKE) --no-print-directory $$part ARGS="$(ARGS)" || { echo "$$part FAILED"; status=1; }; \
 	done; \
+	exit $$status
+
+test-quick: $(STAMP)  ## the most telling tests of each stage, in two minutes
+	@status=0; \
+	FA_OPS_FUZZ_CASES=$(QUICK_CASES) $(PYTEST) $(QUICK) -k "not (corpus and train)" $(ARGS) || status=1; \
+	TRITON_INTERPRET=1 $(PYTEST) $(QUICK_INTERPRETER) $(ARGS) || status=1; \
 	exit $$status
 
 # The environment has the build of torch that `pip install torch` brings, with its Triton and NVRTC.

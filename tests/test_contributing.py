@@ -1,15 +1,18 @@
-"""CONTRIBUTING.md names files that exist, docs/environment.md the variables that the code reads."""
+"""Pages name files and tests that exist, docs/environment.md the variables that the code reads."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+PAGES = ("CONTRIBUTING.md", "tests/README.md")
 FOLDERS = ("fa_ops", "compile_passes", "hf_integration", "tests")
 
 
@@ -59,8 +62,26 @@ settings.get("H")
     assert {*variables_read(ast.parse(code))} == {*"ABCDEF"}
 
 
-def test_files_that_are_named_exist():
-    names = re.findall(r"`((?:fa_ops|tests|docs)/[\w/.]+)`", TEXT)
-    assert len(names) > 50
+@pytest.mark.parametrize("page, least", [*zip(PAGES, (10, 90))])
+def test_files_that_are_named_exist(page, least):
+    names = re.findall(r"`((?:fa_ops|tests|docs)/[\w/.]+)`", (ROOT / page).read_text())
+    assert len(names) > least
     missing = {name for name in names if not (ROOT / name).exists()}
-    assert not missing, f"CONTRIBUTING.md names {sorted(missing)}"
+    assert not missing, f"{page} names {sorted(missing)}"
+
+
+def test_tests_of_the_quick_part_exist():
+    make = ["make", "--silent", "--dry-run", "test-quick", "STAMP="]
+    text = subprocess.run(make, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    names = re.findall(r"tests/[\w/.:]+", text)
+    assert len(names) > 15
+    for name in names:
+        file, _, test = name.partition("::")
+        assert f"def {test}" in (ROOT / file).read_text(), name
+
+
+def test_every_folder_of_tests_is_described():
+    table = (ROOT / "tests/README.md").read_text().partition("## Parts")[0]
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    folders |= {path.parent.name for path in (ROOT / "tests/backends").glob("*/test_*.py")}
+    assert folders <= set(re.findall(r"`(\w+)`", table))
