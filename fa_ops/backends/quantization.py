@@ -1,7 +1,7 @@
 """Quantisation to 8 bits as torch operations, on any device.
 
-docs/semantics.md defines it; the Triton kernels of `backends/triton/eight_bit_kernels.py` compute
-the same.
+docs/semantics.md defines it; the Triton kernels of `backends/triton/eight_bit.py` compute the
+same.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.compile_only.sass import SHARED, disassembled, innermost_loop, regist
 
 host = importlib.import_module("fa_ops.backends.triton.decode")
 kernels = importlib.import_module("fa_ops.backends.triton.decode_kernels")
-dequantize = importlib.import_module("fa_ops.backends.triton.dequantize")
+cached = importlib.import_module("fa_ops.backends.triton.cached")
 append = importlib.import_module("fa_ops.backends.triton.append")
 
 pytestmark = pytest.mark.skipif(
@@ -172,9 +172,9 @@ def test_conversion_of_e4m3(D, page, scales, tmp_path):
     )  # fmt: skip
     for arch in (89, 90):
         kernel = launch.compile_kernel(
-            dequantize.dequantize_kernel, args, dequantize.constants(D, page, scales),
-            {"num_warps": dequantize.WARPS}, GPUTarget("cuda", arch, 32),
-            divisors=dequantize.ALIGNED,
+            cached.dequantize_kernel, args, cached.constants(D, page, scales),
+            {"num_warps": cached.WARPS}, GPUTarget("cuda", arch, 32),
+            divisors=cached.ALIGNED,
         )  # fmt: skip
         sass.assert_fits(kernel, arch, tmp_path)
         code = disassembled(kernel.asm["cubin"], tmp_path)

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from fa_ops.backends.triton import configs, float32_parts, launch  # noqa: E402
+from fa_ops.backends.triton import configs, launch, matrix_products  # noqa: E402
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
 from fa_ops.backends.triton.configs import backward_tiles  # noqa: E402
 from fa_ops.call.options import (  # noqa: E402
@@ -55,7 +55,7 @@ def compiled(monkeypatch):
             )
             return lambda grid, args: None
 
-        for module in (*HOSTS, float32_parts):
+        for module in (*HOSTS, matrix_products):
             monkeypatch.setattr(module, "bind", bind)
             monkeypatch.setattr(module, "architecture", lambda device: arch)
             monkeypatch.setattr(module, "_launches", {})

@@ -9,10 +9,7 @@ triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from fa_ops.backends.triton import (  # noqa: E402
-    eight_bit_kernels,
-    launch,
-)
+from fa_ops.backends.triton import launch  # noqa: E402
 from fa_ops.backends.triton.configs import quantized_tile  # noqa: E402
 from fa_ops.call.options import (  # noqa: E402
     Quantization,
@@ -64,7 +61,7 @@ def attention(arch, D, dtype, kind):
         0.1, cap, eight.offset, sinks, lens, ranges, *strides, left, right,
     )  # fmt: skip
     tile = quantized_tile(arch, D)
-    kernel = eight_bit_kernels.quantized_kernel
+    kernel = host.quantized_kernel
     return launch.compile_kernel(
         kernel, args, host.attention_constants(eight, tile), tile.options(),
         GPUTarget("cuda", arch, 32), divisors=aligned(args, kernel.arg_names),
@@ -97,7 +94,7 @@ def test_quantisation_fits(arch, D, rotate, qk_dtype, tmp_path):
     first, second = host.quantise_constants(q, k, how, spec)
     target = GPUTarget("cuda", arch, 32)
     args = (k, k, sums, sums, *strides, *strides, Hkv, S, lens)
-    kernel = eight_bit_kernels.statistics_kernel
+    kernel = host.statistics_kernel
     hints = aligned(args, kernel.arg_names)
     compiled = launch.compile_kernel(kernel, args, first, {"num_warps": 4}, target, divisors=hints)
     assert_fits(compiled, arch, tmp_path)
@@ -107,7 +104,7 @@ def test_quantisation_fits(arch, D, rotate, qk_dtype, tmp_path):
         meta(B, Hq, S), *q.stride()[:3], *strides, *strides, B, Hq, Hq // Hkv, S, S, D, D, 0.1, 0.1,
         lens,
     )  # fmt: skip
-    kernel = eight_bit_kernels.quantize_kernel
+    kernel = host.quantize_kernel
     hints = aligned(args, kernel.arg_names)
     compiled = launch.compile_kernel(
         kernel, args, second, host.quantise_options(D), target, divisors=hints

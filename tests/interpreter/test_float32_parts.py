@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fa_ops.backends.triton import configs, float32_parts, launch
+from fa_ops.backends.triton import configs, launch
 from fa_ops.backends.triton import matrix_products as P
-from fa_ops.backends.triton.float32_parts import in_parts, products
+from fa_ops.backends.triton.matrix_products import in_parts, products
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
@@ -103,7 +103,7 @@ def test_who_takes_parts(monkeypatch, real_is_small):
     many, q = 1 << 30, torch.empty(1)
 
     def mode(arch=90, q=q, scores=many, D=64, Dv=64, softcap=0.0):
-        monkeypatch.setattr(float32_parts, "architecture", lambda device: arch)
+        monkeypatch.setattr(P, "architecture", lambda device: arch)
         return products(q, scores, D, Dv, softcap)
 
     assert [a for a in (75, 80, 86, 87, 89, 90, 100, 103, 120) if mode(a) == "split"] == [
@@ -114,7 +114,7 @@ def test_who_takes_parts(monkeypatch, real_is_small):
         {"q": q.half()}, {"D": 129}, {"D": 16, "Dv": 192}, {"softcap": 0.25},
     ):  # fmt: skip
         assert mode(**options) == "ieee", options
-    monkeypatch.setattr(float32_parts, "precision", lambda dtype: "tf32")
+    monkeypatch.setattr(P, "precision", lambda dtype: "tf32")
     assert mode() == "tf32"
 
 

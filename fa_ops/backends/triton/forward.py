@@ -12,7 +12,6 @@ from torch import Tensor
 from fa_ops.backends.triton.arguments import Class, Layout, arguments, precision, widths
 from fa_ops.backends.triton.configs import Tile, forward_tile
 from fa_ops.backends.triton.decode import Memory, decode
-from fa_ops.backends.triton.float32_parts import in_parts, products
 from fa_ops.backends.triton.launch import (
     Launch,
     address,
@@ -27,9 +26,11 @@ from fa_ops.backends.triton.launch import (
 from fa_ops.backends.triton.masks import block_of_step, walk_keys
 from fa_ops.backends.triton.matrix_products import (
     exact_precision,
+    in_parts,
     load_parts,
     parts,
     product,
+    products,
     transposed,
 )
 from fa_ops.backends.triton.primitives import (

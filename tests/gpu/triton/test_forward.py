@@ -11,7 +11,7 @@ import torch
 import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
-from fa_ops.backends.triton import configs, float32_parts, launch, short_rows
+from fa_ops.backends.triton import configs, launch, matrix_products, short_rows
 from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import (
     Case,
@@ -272,8 +272,8 @@ def test_packed_float32(seed, in_parts):
 @pytest.mark.parametrize("D", [32, 64, 128])
 def test_large_calls_take_parts_and_are_exact(D):
     q, k, v, grad = (torch.randn(1, 4, 2048, D, device="cuda") for _ in range(4))
-    mode = float32_parts.products(q, 4 * 2048 * 2048, D, D, 0.0)
-    assert (mode == "split") == float32_parts.has_fast_parts(launch.architecture(q.device))
+    mode = matrix_products.products(q, 4 * 2048 * 2048, D, D, 0.0)
+    assert (mode == "split") == matrix_products.has_fast_parts(launch.architecture(q.device))
     spec = Spec(is_causal=True)
     out, lse = backend.forward(q, k, v, spec)
     grads = backend.backward(grad, None, q, k, v, out, lse, spec)[:3]
