@@ -295,6 +295,8 @@ class Matcher:
         # several where rows share their weights, as in an MSA transformer
         new = [x for x in c.out_labels if x is not None and x not in axes]
         axes |= {x: (Axis(c.sizes[x], "features"),) for x in new}
+        if any(x is not None and x not in axes for x in v_labels):
+            raise Refused("their product with the value is summed over its features too")
         features = tuple(axis for x in new for axis in axes[x])
         leaf, dims = Leaf(v, _dims(v_labels, axes)), _dims(c.out_labels, axes)
         if isinstance(state, ScoreExps):

@@ -373,3 +373,14 @@ def test_einsums_that_are_no_scores_are_named():
 
     (finding,) = compile_passes.explain(function, *qkv()).findings
     assert "an einsum of 2 tensors that is no product of two with a sum" in finding.reason
+
+
+def test_a_sum_over_the_features_too_is_a_refusal_for_that_attention_alone():
+    def function(q, k, v):
+        weights = (q @ k.mT).softmax(-1)
+        total = (weights.unsqueeze(-1) * v.unsqueeze(2)).sum((-2, -1))
+        return total, (q @ k.mT).softmax(-1) @ v
+
+    first, second = compile_passes.explain(function, *qkv()).findings
+    assert not first.fused and "dimensions which they lack" in first.reason
+    assert second.fused
