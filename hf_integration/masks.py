@@ -127,7 +127,7 @@ def _compact(request: Request, compiling: bool) -> CompactMask:
     if not parts and padding.kept is not None:
         return encodings.keys((*request.shape[:3], padding.kept.shape[1]), padding.kept)
     if not parts and padding.keys is not None and padding.keys == padding.width:
-        return encodings.full(request.shape, request.device)
+        return _whole(request)
     if is_causal and q_offset is not None:
         end = q_offset + request.q_length - request.kv_offset
         kept, keys = padding.kept, padding.keys
@@ -152,13 +152,22 @@ def _newest_token_mask(request: Request) -> CompactMask | None:
         return None
     if not isinstance(request.q_offset, Tensor):
         last_key = request.kv_offset + request.kv_length - 1
-        if last_key <= request.q_offset:
-            return encodings.full(request.shape, request.device)
-        return None
+        return _whole(request) if last_key <= request.q_offset else None
     if reads_are_free(request.device):
         return None
     end = request.q_offset.reshape(1) + (1 - request.kv_offset)
     return encodings.lengths(request.shape, end.clamp(0, request.kv_length))
+
+
+def _whole(request: Request) -> CompactMask:
+    """The mask that keeps all keys. For the newest token of a static cache it is that of the steps
+    before, which kept a part of the cache: whether its window is full is no reason for another
+    graph.
+    """
+    is_self = request.mask_function is not key_ranges.bidirectional
+    if request.q_length == 1 and is_self and getattr(request.cache, "is_compileable", False):
+        return encodings.step(request.shape, request.kv_length, None, request.device)
+    return encodings.full(request.shape, request.device)
 
 
 def _parts(request: Request, compiling: bool) -> list[key_ranges.MaskFunction]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_models import build, padding, switch, tokens
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_integration.encodings import CompactMask
 
@@ -201,6 +201,35 @@ def test_static_caches_of_several_sizes_make_no_more_graphs_than_sdpa(model_type
         results.append([out for _, out in found])
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
     assert all(ours <= sdpa for sdpa, ours in zip(*counts, strict=True)), counts
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_prompts_below_the_window_of_a_static_cache_make_no_more_graphs_than_sdpa(padded):
+    """generate() makes caches that its last token fills, in layers with a window too."""
+    counts, generated = [], []
+    for name in ("sdpa", "fa_ops"):
+        model, graphs = build("gemma3_text", sliding_window=32), Graphs()
+        switch(model, name)
+        torch._dynamo.reset()
+
+        def backend(graph, inputs, graphs=graphs, **options):  # generate() copies other callables
+            return graphs(graph, inputs)
+
+        config = CompileConfig(fullgraph=True, backend=backend)
+        config._compile_all_devices = True
+        for length in (5, 9):
+            ids = tokens(S=length)
+            mask = torch.ones_like(ids)
+            mask[0, : 2 * padded] = 0
+            generated.append(
+                model.generate(
+                    ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False,
+                    cache_implementation="static", compile_config=config,
+                )
+            )  # fmt: skip
+            counts.append(len(graphs.calls))
+    assert counts[0] > 0 and counts[2:] == counts[:2]
+    assert all(map(torch.equal, generated[:2], generated[2:]))
 
 
 def test_generate_with_a_compiled_forward_gives_the_same_tokens():
