@@ -13,19 +13,19 @@ from torch._dynamo.utils import counters
 
 from compile_passes import report
 from compile_passes.emit.masks import add_mask_blocks
-from compile_passes.emit.replace import QuantizedProducts, rewrite
+from compile_passes.emit.replacement import QuantizedProducts, rewrite
 from compile_passes.ir.graph import EXAMPLES, SOURCE_METADATA, GraphView, Value
 from compile_passes.ir.vocabulary import operation, raw_name
 from compile_passes.masks import call_rules
 from compile_passes.masks.affine import Exactness
-from compile_passes.masks.classify import classify_masks
+from compile_passes.masks.classification import classify_masks
 from compile_passes.masks.mask_terms import ClassifiedMasks, NotMaskedAlike, with_gate_for_fill
-from compile_passes.masks.symbolic_eval import SymbolicEvaluator
+from compile_passes.masks.symbolic_evaluator import SymbolicEvaluator
 from compile_passes.match.attention_site import AttentionSite, attention_site
 from compile_passes.match.matcher import NO_SCORES as NO_SCORES
 from compile_passes.match.matcher import Matcher
 from compile_passes.match.states import Core, RowStatistic
-from compile_passes.report import Finding, FusedCore, Refused, Report
+from compile_passes.report import Finding, FusedCore, Refusal, Report
 from compile_passes.rewrites import REWRITES, attention_calls, flex_attention
 from compile_passes.rewrites.edit_log import AttentionCall, EditLog
 
@@ -147,7 +147,7 @@ class CoreFusion:
         """The call that replaced the core, or the reason why the core stays."""
         try:
             return self._fuse(core)
-        except Refused as refusal:
+        except Refusal as refusal:
             return str(refusal)
         except Exception as error:  # a bug of the pass must not break the user's compilation
             report.log.warning("could not fuse %s", core.out, exc_info=True)
@@ -160,13 +160,13 @@ class CoreFusion:
         except NotMaskedAlike as refusal:
             try:
                 site = attention_site(with_gate_for_fill(core), self.lses)
-            except Refused:
+            except Refusal:
                 raise refusal from None
             masks = classify_masks(site, self.evaluator)
         why = self._reason_to_take(site, masks)
         try:
             return self._rewritten(site, masks, why)
-        except Refused:
+        except Refusal:
             if not masks.interval and not masks.conditions:
                 raise
         masks = classify_masks(site, self.evaluator, intervals=False)
@@ -187,7 +187,7 @@ class CoreFusion:
         return f"16-bit: {reason}" if reason else EIGHT_BIT
 
     def _reason_to_take(self, site: AttentionSite, masks: ClassifiedMasks) -> str:
-        """Why a call is replaced, empty for code written by hand. Raises Refused where the
+        """Why a call is replaced, empty for code written by hand. Raises Refusal where the
         call is left.
         """
         call = self.calls.get(site.core.weights.softmax.node)
@@ -198,7 +198,7 @@ class CoreFusion:
         if products == EIGHT_BIT:
             return "8-bit products were asked for"
         if not taken:
-            raise Refused(f"{reason}; products: {products}" if products else reason)
+            raise Refusal(f"{reason}; products: {products}" if products else reason)
         return reason
 
 

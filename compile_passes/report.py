@@ -24,7 +24,7 @@ _FRAME = re.compile(
 _TORCH = torch.__path__[0]
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """An attention is left as written; the message is the reason in the report."""
 
 

@@ -33,7 +33,7 @@ from hf_integration import decoding, flash_name, hooks, operators, unsupported_m
 from hf_integration.attention import fa_ops_8bit_attention_forward, fa_ops_attention_forward
 from hf_integration.distribution import context_parallel
 from hf_integration.encodings import counts as mask_counts
-from hf_integration.explaining import Explanation, explain, keep_16_bit
+from hf_integration.explanations import Explanation, explain, keep_16_bit
 from hf_integration.hooks import EIGHT_BIT, NAME, PAGED
 from hf_integration.masks import fa_ops_mask
 

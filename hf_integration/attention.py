@@ -19,7 +19,7 @@ from hf_integration import (
     call_rewrites,
     distribution,
     encodings,
-    explaining,
+    explanations,
     operators,
     unsupported_models,
 )
@@ -170,7 +170,7 @@ def fa_ops_8bit_attention_forward(
         )
     return fa_ops_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout,
-        eight_bit=not explaining.is_kept(module), **kwargs,
+        eight_bit=not explanations.is_kept(module), **kwargs,
     )  # fmt: skip
 
 

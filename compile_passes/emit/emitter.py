@@ -24,7 +24,7 @@ from compile_passes.ir.graph import Value, example, is_tensor
 from compile_passes.ir.insertion import NodeInserter
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.states import BiasTerm, Leaf
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 
 # Insertion of the nodes that replace an attention: sizes of axes, and changes of layout.
 
@@ -67,7 +67,7 @@ class Emitter(NodeInserter):
         if axis not in self._sizes:
             node = self._read_size(axis) or self._quotient(axis)
             if node is None:
-                raise Refused(f"no tensor has the size {axis.size} that a view splits off")
+                raise Refusal(f"no tensor has the size {axis.size} that a view splits off")
             self._sizes[axis] = node
         return self._sizes[axis]
 
@@ -99,7 +99,7 @@ class Emitter(NodeInserter):
         """
         dims, target = resolve_dims(dims), resolve_dims(target)
         if set(all_axes(dims)) - set(all_axes(target)):
-            raise Refused("a tensor has a dimension that the attention lacks")
+            raise Refusal("a tensor has a dimension that the attention lacks")
         node, units = self._split(node, dims, target)
         wanted: list[list[Group]] = [_units(group, units, full) for group in target]
         node, units = self._order(node, units, [u for us in wanted for u in us])
@@ -203,7 +203,7 @@ def aligned(emitter: Emitter, leaf: Leaf, dims: Dims) -> fx.Node | float:
 def bias(emitter: Emitter, term: BiasTerm) -> fx.Node:
     """A bias times its coefficient, floating point, (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
     if not is_tensor(term.leaf.value):
-        raise Refused("a symbolic number is added to the scores")
+        raise Refusal("a symbolic number is added to the scores")
     node = emitter.arrange(term.leaf.value.node, term.leaf.dims, emitter.site.mask_dims)
     if not example(node).dtype.is_floating_point:
         node = emitter.method("to", node, torch.float32)

@@ -62,7 +62,7 @@ from compile_passes.match.states import (
     Leaf,
     absorbing_number,
 )
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 from fa_ops.call.options import MASK_BLOCK
 from fa_ops.plans.dispatch import mask_blocks_pay
 
@@ -93,7 +93,7 @@ def _tensors_read(x: object) -> Iterator[Value]:
         yield from _tensors_read(x.a)
     elif isinstance(x, Opaque):
         if not is_tensor(x.value):
-            raise Refused("a bound of the mask is not known")
+            raise Refusal("a bound of the mask is not known")
         yield x.value
 
 
@@ -107,12 +107,12 @@ class IntervalEmitter:
         self._mask, self._dims = mask, dims
 
     def bounds(self, *bounds: Bound | None) -> list[fx.Node | None]:
-        """Each (B or 1, Hq or 1, Sq or 1) or None. Raises Refused if impossible."""
+        """Each (B or 1, Hq or 1, Sq or 1) or None. Raises Refusal if impossible."""
         with self._position([b for b in bounds if b is not None]):
             return [None if b is None else self._bound(b) for b in bounds]
 
     def conditions(self, conditions: tuple[Condition, ...]) -> list[fx.Node]:
-        """Each as a bool tensor. Raises Refused if impossible."""
+        """Each as a bool tensor. Raises Refusal if impossible."""
         with self._position(conditions):
             return [self._condition(c) for c in conditions]
 
@@ -122,7 +122,7 @@ class IntervalEmitter:
         late = all(self._view.is_unmodified(x, self._site.core.out) for x in reads)
         position = contextlib.nullcontext() if late else self._emitter.before(self._mask.node)
         if not all(self._view.is_unmodified(x, self._mask) for x in reads):
-            raise Refused("a bound of the mask is written to")
+            raise Refusal("a bound of the mask is written to")
         return position
 
     def _condition(self, c: Condition) -> fx.Node:
@@ -162,7 +162,7 @@ class IntervalEmitter:
         total: int | fx.Node = 0
         for symbol, c in expr.as_coefficients_dict().items():
             if not isinstance(c, sympy.Integer):
-                raise Refused(f"no tensor has the size {expr}, a bound of the mask")
+                raise Refusal(f"no tensor has the size {expr}, a bound of the mask")
             value = 1 if symbol == 1 else self._size(symbol)
             value = value if c == 1 else self._combine(operator.mul, value, int(c))
             total = self._combine(operator.add, value, total)
@@ -176,7 +176,7 @@ class IntervalEmitter:
         for axis in (*self._site.queries, *self._site.keys):
             if symbolic(axis.size) == symbol:
                 return self._emitter.size(axis)
-        raise Refused(f"no tensor has the size {symbol}, a bound of the mask")
+        raise Refusal(f"no tensor has the size {symbol}, a bound of the mask")
 
     def _variable(self, x: object, factor: int) -> fx.Node:
         if isinstance(x, Quotient):
@@ -187,7 +187,7 @@ class IntervalEmitter:
         if isinstance(x, Rank):
             return self._rank(x)
         if not isinstance(x, Axis):
-            raise Refused("a bound of the mask is not known")
+            raise Refusal("a bound of the mask is not known")
         device = self._mask.tensor.device
         node = self._emitter.function(torch.arange, self._emitter.size(x), device=device)
         return self._emitter.arrange(node, ((x,),), self._dims)
@@ -227,12 +227,12 @@ class IntervalEmitter:
         """The elements of a tensor, laid out."""
         value, node, dims = x.value, x.value.node, []
         if value.tensor.device != self._mask.tensor.device:
-            raise Refused("a bound of the mask is on another device")
+            raise Refusal("a bound of the mask is on another device")
         for dim, (at, n) in enumerate(zip(x.coordinates, value.shape, strict=True)):
             first, group = at.constant, tuple(axis for axis, _ in at.terms)
             shifted = len(group) < 2 and all(isinstance(a, Axis) and c == 1 for a, c in at.terms)
             if not shifted or not isinstance(first, sympy.Integer) or first < 0:
-                raise Refused("a bound of the mask is not read from a slice of a tensor")
+                raise Refusal("a bound of the mask is not read from a slice of a tensor")
             if first != 0 or not sizes_equal(n, group[0].size if group else 1):
                 length = self._emitter.size(group[0]) if group else 1
                 node = self._emitter.method("narrow", node, dim, int(first), length)
@@ -241,7 +241,7 @@ class IntervalEmitter:
 
 
 def _check_magnitude(a: Affine, factor: int) -> None:
-    """Raises Refused where int64 may not hold the sum, or a clamped integer could matter."""
+    """Raises Refusal where int64 may not hold the sum, or a clamped integer could matter."""
     largest = [
         abs(c) * (1 if symbol == 1 else MAX_SIZE)
         for symbol, c in a.constant.as_coefficients_dict().items()
@@ -255,7 +255,7 @@ def _check_magnitude(a: Affine, factor: int) -> None:
         elif isinstance(x, Opaque):
             clamped += not _fits(x.value.dtype, MAX_BOUND // (abs(c) * factor))
     if clamped > 1 or sum(largest) * factor > MAX_BOUND // 2:
-        raise Refused("a bound of the mask may not fit into int64")
+        raise Refusal("a bound of the mask may not fit into int64")
 
 
 def emit_conditions(emitter: Emitter, view: GraphView, masks: ClassifiedMasks) -> list[fx.Node]:
@@ -604,13 +604,13 @@ def emit_sink(emitter: Emitter, q: fx.Node, separate: bool) -> fx.Node | float:
 
 
 def check_lse(site: AttentionSite, masks: ClassifiedMasks) -> None:
-    """Raises Refused where the operator's log-sum-exp is not the model's."""
+    """Raises Refusal where the operator's log-sum-exp is not the model's."""
     terms = site.scores.terms
     shifted = any(isinstance(t, BiasTerm) and isinstance(t.leaf.value, float) for t in terms)
     shifted |= any(isinstance(t, ClampTerm) for t in terms)
     shifted |= bool(masks.added_fill or masks.zeroed_keys)
     if shifted or site.has_sink or masks.empty_rows is EmptyRows.ADDED:
-        raise Refused("the scores are also read by logsumexp, which is not the operator's")
+        raise Refusal("the scores are also read by logsumexp, which is not the operator's")
 
 
 def eager_lse(
@@ -622,7 +622,7 @@ def eager_lse(
     if masks.empty_rows is EmptyRows.ZERO:
         return lse
     if emitter.site.lses and emitted.filled is not None:
-        raise Refused("the scores are also read by logsumexp, and several masks fill them")
+        raise Refusal("the scores are also read by logsumexp, and several masks fill them")
     empty = emitter.method("squeeze", emitted.empty_rows, -1)
     if emitted.row_max is None:
         return emitter.method("masked_fill", lse, empty, masks.fill)
@@ -661,11 +661,11 @@ def lse_readers(emitter: Emitter, view: GraphView, erased: set[fx.Node]) -> list
         if not between or late.isdisjoint(node.all_input_nodes):
             continue
         if value.writes or is_random(value) or node.op not in ("call_function", "call_method"):
-            raise Refused(f"{raw_name(node)} reads their log-sum-exp before the value product")
+            raise Refusal(f"{raw_name(node)} reads their log-sum-exp before the value product")
         found.append(node)
         late.add(node)
     if late & emitter.inputs():
-        raise Refused("an input of the attention depends on their log-sum-exp")
+        raise Refusal("an input of the attention depends on their log-sum-exp")
     if found and view.writes_between(first, out):
-        raise Refused("a tensor is written to between their log-sum-exp and the value product")
+        raise Refusal("a tensor is written to between their log-sum-exp and the value product")
     return found

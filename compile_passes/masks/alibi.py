@@ -12,7 +12,7 @@ from compile_passes.ir.constants import constant_value
 from compile_passes.ir.graph import Value, is_tensor, requires_grad
 from compile_passes.masks.affine import AbsoluteValue, Affine, Coordinates, symbolic
 from compile_passes.masks.mask_terms import ClassifiedMasks, EmptyRows, Term, single_axis
-from compile_passes.masks.symbolic_eval import (
+from compile_passes.masks.symbolic_evaluator import (
     RULES,
     SymbolicEvaluator,
     broadcast_coordinates,

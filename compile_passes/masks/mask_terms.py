@@ -29,7 +29,7 @@ from compile_passes.masks.affine import (
     symbolic,
 )
 from compile_passes.masks.key_intervals import KeyInterval
-from compile_passes.masks.symbolic_eval import SymbolicEvaluator, coordinates
+from compile_passes.masks.symbolic_evaluator import SymbolicEvaluator, coordinates
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.states import (
     MAX_MASK_FILL,
@@ -40,7 +40,7 @@ from compile_passes.match.states import (
     Leaf,
     absorbs_scores,
 )
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 
 # The terms of the scores that are masks: which scores each keeps, what the others become, and
 # whether several terms together keep a window.
@@ -73,12 +73,12 @@ def _without_constants(site: AttentionSite) -> list[Term]:
         if isinstance(term, BiasTerm) and isinstance(term.leaf.value, float):
             added = term.coefficient * term.leaf.value
             if absorbs_scores(added, term.dtype, term.rescaled):
-                raise Refused(f"{added:g} is added to the scores, which vanish beside it")
+                raise Refusal(f"{added:g} is added to the scores, which vanish beside it")
             shift += added
         elif isinstance(term, ClampTerm):
             bound = term.value - shift
             if bound > MAX_MASK_FILL:
-                raise Refused("a lower bound on the scores is not far enough below them")
+                raise Refusal("a lower bound on the scores is not far enough below them")
             result = [
                 dataclasses.replace(t, value=max(t.value, bound)) if isinstance(t, FillTerm) else t
                 for t in result
@@ -88,7 +88,7 @@ def _without_constants(site: AttentionSite) -> list[Term]:
         else:
             result.append(term)
     if shift and site.has_sink:
-        raise Refused("a number is added to the scores but not to their sink")
+        raise Refusal("a number is added to the scores but not to their sink")
     return result
 
 
@@ -219,7 +219,7 @@ def mask_applied_twice(
     """The term whose mask also zeroes the weights after the softmax; None if none are zeroed.
 
     A finite fill must be the only mask: beside it, keys that another mask hides with a lower number
-    would be averaged. Raises Refused where the weights are masked in another way than the scores.
+    would be averaged. Raises Refusal where the weights are masked in another way than the scores.
     """
     zero = site.core.weights.zero_fill
     if zero is None:
@@ -239,7 +239,7 @@ def mask_applied_twice(
     )
 
 
-class NotMaskedAlike(Refused):
+class NotMaskedAlike(Refusal):
     """Weights are masked after the softmax in another way than the scores were."""
 
 

@@ -14,7 +14,7 @@ from compile_passes.ir.axes import Axis, Dims, Group, all_axes, resolve, sizes_e
 from compile_passes.ir.graph import example, requires_grad
 from compile_passes.ir.vocabulary import raw_name, read_elsewhere
 from compile_passes.match.states import Core, Leaf, MatchedScores, RowStatistic
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 from fa_ops.call.options import MAX_HEAD_DIM
 
 
@@ -77,7 +77,7 @@ class AttentionSite:
 
 
 def attention_site(core: Core, lses: Sequence[RowStatistic] = ()) -> AttentionSite:
-    """The site of a core; `lses` are all log-sum-exps of the graph. Raises Refused where no call
+    """The site of a core; `lses` are all log-sum-exps of the graph. Raises Refusal where no call
     computes the same.
     """
     lses = tuple(row for row in lses if _is_lse_of_scores(row, core))
@@ -95,11 +95,11 @@ def attention_site(core: Core, lses: Sequence[RowStatistic] = ()) -> AttentionSi
     queries, keys = resolve(queries), resolve(keys)
     of_values = v.axes().union(*(gate.axes() for gate in core.weights.gate_leaves()))
     if of_values & set(queries) - v.axes():
-        raise Refused(
+        raise Refusal(
             "the attention weights are multiplied by a tensor that varies over queries and keys"
         )
     if (k.axes() - set(keys) - set(resolve(scores.summed))) - q.axes() - of_values:
-        raise Refused("each query has keys of its own, but all have the same values")
+        raise Refusal("each query has keys of its own, but all have the same values")
     batch = [a for a in all_axes(core.weights.dims) if a not in queries and a not in keys]
     shared = [a for a in batch if a not in k.axes() and a not in of_values]
     sink = scores.sink.axes() if scores.sink else set()
@@ -156,7 +156,7 @@ def _is_lse_of_scores(row: RowStatistic, core: Core) -> bool:
 
 
 def _check_uses(core: Core, lses: tuple[RowStatistic, ...]) -> None:
-    """Raises Refused where the scores or weights are read by anything outside the core."""
+    """Raises Refusal where the scores or weights are read by anything outside the core."""
     replaced = {row.path[-1].node for row in lses}
     inside = {value.node for value in core.path} | {core.out.node} | replaced
     for value in core.path:
@@ -164,7 +164,7 @@ def _check_uses(core: Core, lses: tuple[RowStatistic, ...]) -> None:
         for user in value.node.users if value.node not in replaced else ():
             if user not in inside and not _reads_shape_only(value.node, user, inside):
                 what = "the attention weights are" if weights else "the scores are"
-                raise Refused(read_elsewhere(what, user))
+                raise Refusal(read_elsewhere(what, user))
 
 
 _SHAPE_READERS = frozenset(
@@ -207,35 +207,35 @@ def _check_modes(core: Core) -> None:
     caller = True if any(proofs) else None
     modes = {caller if value.grad is None else value.grad for value in values}
     if has_gradient and len(modes) > 1:
-        raise Refused("a part of it runs under another gradient mode than the rest")
+        raise Refusal("a part of it runs under another gradient mode than the rest")
     if core.out.writes:
-        raise Refused("the value product writes into another tensor")
+        raise Refusal("the value product writes into another tensor")
 
 
 def _check_supported(site: AttentionSite) -> None:
-    """Raises Refused where the operator would raise."""
+    """Raises Refusal where the operator would raise."""
     for name, leaf in (("query", site.q), ("key", site.k), ("value", site.v)):
         device = leaf.value.tensor.device.type
         if device not in ("cpu", "cuda"):
-            raise Refused(f"{name} is on {device}")
+            raise Refusal(f"{name} is on {device}")
     if any(sizes_equal(a.size, 0) for a in (*site.head_dim, *site.features)):
-        raise Refused("a head dimension is 0")
+        raise Refusal("a head dimension is 0")
     if site.q.value.tensor.device.type == "cuda":
         for group in (site.head_dim, site.features):
             size = math.prod(a.size for a in group)
             if type(size) is not int or size > MAX_HEAD_DIM:
-                raise Refused(
+                raise Refusal(
                     f"the head dimension is {size}, and GPU kernels support at most {MAX_HEAD_DIM}"
                 )
         if site.dtype == torch.float64:
-            raise Refused("float64 is supported on CPU only")
+            raise Refusal("float64 is supported on CPU only")
 
 
 def _check_dtypes(core: Core, operands: tuple[Leaf, ...]) -> None:
-    """Raises Refused where an operand would be rounded that autocast does not round."""
+    """Raises Refusal where an operand would be rounded that autocast does not round."""
     out, product = core.out.dtype, core.weights.scores.product.dtype
     for leaf in operands:
         given = leaf.value.dtype
         widened = given.itemsize < out.itemsize
         if given != out and not widened and product != out:
-            raise Refused(f"query and key are multiplied in {product}, weights and value in {out}")
+            raise Refusal(f"query and key are multiplied in {product}, weights and value in {out}")

@@ -37,16 +37,16 @@ from compile_passes.match.states import (
     LogWeights,
     MatchedScores,
     MatchedWeights,
+    MatchState,
     Mismatch,
     NanWeights,
     RowStatistic,
     ScoreExps,
     ShiftExp,
     State,
-    Tracked,
     UnnormalizedOutput,
 )
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 
 NO_SCORES = "its input is not the product of a query and a key"
 TALKING_HEADS = "their heads are mixed (talking heads), which needs all of them at once"
@@ -122,15 +122,15 @@ class Matcher:
             return None
         try:
             return self._apply(value, state, name)
-        except Refused as refusal:
+        except Refusal as refusal:
             return _mismatch(value, state, refusal)
 
-    def _apply(self, value: Value, state: Tracked, name: str) -> State | None:
+    def _apply(self, value: Value, state: MatchState, name: str) -> State | None:
         if value.writes and name != "input":
-            raise Refused(f"{raw_name(value.node)} writes them into another tensor")
+            raise Refusal(f"{raw_name(value.node)} writes them into another tensor")
         if isinstance(state, RowStatistic) and value.op == "getitem" and state.path[-1].op == "max":
             if value.args.get("index") != 0:
-                raise Refused("the index of their maximum is used")
+                raise Refusal("the index of their maximum is used")
             return state.extend(value)
         drops_sink = isinstance(state, MatchedWeights) and value.op == "getitem"
         if value.op in LAYOUT and (not drops_sink or layout.only_inserts_dims(value)):
@@ -147,7 +147,7 @@ class Matcher:
         if isinstance(state, HiddenScores):
             return weight_rules.hidden_rule(value, state)
         if isinstance(state, NanWeights):
-            raise Refused("it is read where they are NaN")
+            raise Refusal("it is read where they are NaN")
         if isinstance(state, MatchedWeights):
             return weight_rules.RULES.get(value.op, _unsupported)(value, state, name)
         if isinstance(state, LogWeights) and value.op == "exp":
@@ -166,7 +166,7 @@ class Matcher:
         return state if isinstance(state, (NanWeights, HiddenScores)) else None
 
     def _apply_to_exponentials(
-        self, value: Value, state: Tracked, name: str, x: object, operand_state: State | None
+        self, value: Value, state: MatchState, name: str, x: object, operand_state: State | None
     ) -> State | None:
         """The effect of an operation on exponentials of scores, their sum or their product."""
         if isinstance(state, ScoreExps) and value.op in ("sum", "mean", "norm", "einsum"):
@@ -184,12 +184,12 @@ class Matcher:
         divisor = {"div": ExpSum, "mul": InverseExpSum}.get(value.op, ())
         if name == "input" and isinstance(operand_state, divisor):
             if not isinstance(state, (ScoreExps, UnnormalizedOutput)):
-                raise Refused("they are divided by something")
+                raise Refusal("they are divided by something")
             found = softmax_rules.normalised(value, state, operand_state)
             return self._normalised(value, state, found)
         if isinstance(state, UnnormalizedOutput) and constant_value(x) and name == "input":
             return softmax_rules.scaled_output(value, state, float(constant_value(x)))
-        raise Refused(f"{raw_name(value.node)} is applied to their exponentials")
+        raise Refusal(f"{raw_name(value.node)} is applied to their exponentials")
 
     def _normalised(
         self, value: Value, state: ScoreExps | UnnormalizedOutput, found: MatchedWeights | Core
@@ -227,7 +227,7 @@ class Matcher:
             state = b if right else a
             try:
                 return self._value_product(value, c, state, right)
-            except Refused as refusal:
+            except Refusal as refusal:
                 return _mismatch(value, state, refusal)
         scores = _new_scores(value, c)
         added = addition(value)
@@ -238,7 +238,7 @@ class Matcher:
         if value.op == "softmin" and isinstance(state, MatchedScores):
             try:
                 state = dataclasses.replace(score_rules.neg(value, state, "input"), path=state.path)
-            except Refused as refusal:
+            except Refusal as refusal:
                 self.misses[value] = str(_mismatch(value, state, refusal).reason)
                 return None
         if isinstance(state, DetachedScores):
@@ -258,7 +258,7 @@ class Matcher:
             return Mismatch(ONE_KEY, value, size_one_softmax=value)
         try:
             softmax_rules.check_over_keys(state, keys)
-        except Refused as refusal:
+        except Refusal as refusal:
             self.misses[value] = str(refusal)
             return None
         weights = MatchedWeights(state.dims, (*state.path, value), state, value, keys)
@@ -280,7 +280,7 @@ class Matcher:
     ) -> State | None:
         added = addition(value)
         if added and (added.coefficient, added.factor) != (0, 1):
-            raise Refused("a tensor is added to their product with the value, or it is scaled")
+            raise Refusal("a tensor is added to their product with the value, or it is scaled")
         labels, v, v_labels = c.a_labels, c.b, c.b_labels
         if right:
             labels, v, v_labels = c.b_labels, c.a, c.a_labels
@@ -290,13 +290,13 @@ class Matcher:
             of_both = set(keys) <= state.scores.a.axes() & state.scores.b.axes()
             rows = {axis for group in state.dims[-2:] for axis in resolve(group)}
             if keys and (of_both or rows.isdisjoint(keys)):
-                raise Refused(TALKING_HEADS)
-            raise Refused("they are multiplied along another dimension than the keys")
+                raise Refusal(TALKING_HEADS)
+            raise Refusal("they are multiplied along another dimension than the keys")
         # several where rows share their weights, as in an MSA transformer
         new = [x for x in c.out_labels if x is not None and x not in axes]
         axes |= {x: (Axis(c.sizes[x], "features"),) for x in new}
         if any(x is not None and x not in axes for x in v_labels):
-            raise Refused("their product with the value is summed over its features too")
+            raise Refusal("their product with the value is summed over its features too")
         features = tuple(axis for x in new for axis in axes[x])
         leaf, dims = Leaf(v, _dims(v_labels, axes)), _dims(c.out_labels, axes)
         if isinstance(state, ScoreExps):
@@ -306,13 +306,13 @@ class Matcher:
             self._exponentials.multiplied.add(state.exp)
             return UnnormalizedOutput(dims, path, state, tuple(keys), leaf, features)
         if state.scores.sink and state.keys != state.scores.keys_without_sink:
-            raise Refused("the column of the sink is not removed from them")
+            raise Refusal("the column of the sink is not removed from them")
         state = dataclasses.replace(state, path=(*state.path, *c.through))
         self.cores.append(Core(state, leaf, features, dims, value))
         return None
 
 
-def _mismatch(value: Value, state: Tracked, what: Refused | str) -> Mismatch:
+def _mismatch(value: Value, state: MatchState, what: Refusal | str) -> Mismatch:
     if isinstance(state, MatchedWeights):
         reason = f"the attention weights are not used as they are: {what}"
         return Mismatch(reason, value, state.softmax)
@@ -330,7 +330,7 @@ def _still_mismatched(value: Value, state: Mismatch) -> Mismatch | None:
     return dataclasses.replace(state, value=value, exp=exp) if known else None
 
 
-def _exp_of(state: Tracked) -> Value | None:
+def _exp_of(state: MatchState) -> Value | None:
     """The node that computed the exponentials of a state."""
     if isinstance(state, InverseExpSum):
         state = state.total
@@ -339,14 +339,14 @@ def _exp_of(state: Tracked) -> Value | None:
     return state.exp if isinstance(state, ScoreExps) else None
 
 
-def _rearranged(value: Value, state: Tracked) -> State:
+def _rearranged(value: Value, state: MatchState) -> State:
     if value.op == "cast" and not value.dtype.is_floating_point:
-        raise Refused(f"they are cast to {value.dtype}")
+        raise Refusal(f"they are cast to {value.dtype}")
     dims = layout.result_dims(value, state.dims)
     if dims is None and value.op == "getitem":
-        raise Refused("they are indexed")
+        raise Refusal("they are indexed")
     if dims is None:
-        raise Refused(f"{raw_name(value.node)} rearranges their dimensions")
+        raise Refusal(f"{raw_name(value.node)} rearranges their dimensions")
     return state.extend(value, dims=dims)
 
 
@@ -367,7 +367,7 @@ def _apply_to_scores(
         return DetachedScores(s.dims, (*s.path, value), s)
     rule = score_rules.RULES.get(value.op, _unsupported)
     if s.sink and rule not in (_unsupported, *score_rules.ALLOWED_WITH_SINK):
-        raise Refused(f"{raw_name(value.node)} is applied to them and their sink")
+        raise Refusal(f"{raw_name(value.node)} is applied to them and their sink")
     return rule(value, s, name)
 
 
@@ -382,12 +382,12 @@ def _einsum_before(softmax: Value, depth: int = 12) -> str:
     return ""
 
 
-def _unsupported(value: Value, state: Tracked, name: str) -> State:
+def _unsupported(value: Value, state: MatchState, name: str) -> State:
     if raw_name(value.node) in ("conv1d", "conv2d", "linear") and name == "input":
-        raise Refused(TALKING_HEADS)
+        raise Refusal(TALKING_HEADS)
     if value.op == "einsum":
-        raise Refused("an einsum is applied to them that is no product with a value")
-    raise Refused(f"{raw_name(value.node)} is applied to them")
+        raise Refusal("an einsum is applied to them that is no product with a value")
+    raise Refusal(f"{raw_name(value.node)} is applied to them")
 
 
 def _dims(labels: Labels, axes: dict[str, Group]) -> Dims:
@@ -414,7 +414,7 @@ def _with_addition(value: Value, scores: MatchedScores, added: Addition) -> Stat
         return scores
     try:
         leaf, dims = align(value, scores, term)
-    except Refused:
+    except Refusal:
         return None
     bias = BiasTerm(leaf, value.dtype, float(coefficient))
     return dataclasses.replace(scores, dims=dims, terms=(bias,))

@@ -12,8 +12,8 @@ from compile_passes.ir.axes import Axis, Dims, Group, Size, broadcast_dims, is_o
 from compile_passes.ir.constants import constant_value, round_to
 from compile_passes.ir.graph import Value, is_tensor
 from compile_passes.ir.vocabulary import LAYOUT
-from compile_passes.match.states import Leaf, Tracked
-from compile_passes.report import Refused
+from compile_passes.match.states import Leaf, MatchState
+from compile_passes.report import Refusal
 from compile_passes.rewrites.einsums import parsed
 
 # Products of two tensors as labelled contractions: matmul, einsum, linear, a sum of a product.
@@ -183,7 +183,7 @@ def other_operand(value: Value, name: str) -> object:
     return value.args.get("other" if name == "input" else "input")
 
 
-def align(value: Value, state: Tracked, x: object) -> tuple[Leaf, Dims]:
+def align(value: Value, state: MatchState, x: object) -> tuple[Leaf, Dims]:
     """(x aligned with the dims of a state, these dims after broadcasting against x)"""
     constant = constant_value(x)
     if constant is not None:
@@ -192,10 +192,10 @@ def align(value: Value, state: Tracked, x: object) -> tuple[Leaf, Dims]:
     if not is_tensor(x):
         scalar = isinstance(x, Value) and isinstance(x.tensor, (torch.SymFloat, torch.SymInt))
         if not scalar:
-            raise Refused("they are combined with something unknown")
+            raise Refusal("they are combined with something unknown")
         return Leaf(x), state.dims
     if x in state.path:
-        raise Refused("they are combined with themselves")
+        raise Refusal("they are combined with themselves")
     dims = _broadcast_dims(value.shape, x.shape, state.dims)
     # a mask that was expanded to the scores' shape is used in its original size
     leaf = Leaf(*layout.undo_layout(x, broadcast_dims(x.shape, dims), x.dtype, value))
@@ -203,13 +203,13 @@ def align(value: Value, state: Tracked, x: object) -> tuple[Leaf, Dims]:
 
 
 def reduced(value: Value, dims: Dims, reason: str) -> tuple[Group, Dims]:
-    """(axes that a reduction runs over, dims of its result). Raises Refused if there are no axes or
+    """(axes that a reduction runs over, dims of its result). Raises Refusal if there are no axes or
     several dimensions.
     """
     dim = value.args.get("dim", value.args.get("other"))
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     if not isinstance(dim, int) or not dims[dim]:
-        raise Refused(reason)
+        raise Refusal(reason)
     result = list(resolve_dims(dims))
     axes, result[dim] = result[dim], ()
     if not value.args.get("keepdim"):
@@ -223,12 +223,12 @@ def summed_by_einsum(value: Value, dims: Dims) -> tuple[Group, Dims]:
     e = parsed(*given, lambda x: len(x.shape) if is_tensor(x) else None)
     reason = "their exponentials are not summed over one dimension"
     if e is None or len(e.operands) != 1:
-        raise Refused(reason)
+        raise Refusal(reason)
     (names,), kept = e.terms, e.out
     groups = dict(zip(names, resolve_dims(dims), strict=True))
     summed = groups.keys() - set(kept)
     if len(groups) < len(dims) or len(summed) != 1 or not groups.keys() >= set(kept):
-        raise Refused(reason)
+        raise Refusal(reason)
     (name,) = summed
     return groups[name], tuple(groups[x] for x in kept)
 

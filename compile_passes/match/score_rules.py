@@ -1,4 +1,4 @@
-"""Rules for operations on scores. A rule returns the state of the result, or raises Refused with
+"""Rules for operations on scores. A rule returns the state of the result, or raises Refusal with
 the reason why it is not supported, in which "they" are the scores.
 """
 
@@ -30,7 +30,7 @@ from compile_passes.match.states import (
     State,
     without_cast,
 )
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 
 
 def add(value: Value, s: MatchedScores, name: str) -> State:
@@ -39,7 +39,7 @@ def add(value: Value, s: MatchedScores, name: str) -> State:
     x = other_operand(value, name)
     leaf, dims = align(value, s, x)
     if alpha is None:
-        raise Refused("alpha is not a number")
+        raise Refusal("alpha is not a number")
     sign = -1.0 if value.op == "sub" else 1.0
     if name != "input":
         if sign * alpha != 1.0:
@@ -58,14 +58,14 @@ def add(value: Value, s: MatchedScores, name: str) -> State:
 def _subtracted(value: Value, s: MatchedScores, c: float) -> MatchedScores:
     """The scores times c, to which something is added."""
     if s.shift or c == 0:
-        raise Refused("they are subtracted from something")
+        raise Refusal("they are subtracted from something")
     return dataclasses.replace(scaled(value, s, c), path=s.path)
 
 
 def mul(value: Value, s: MatchedScores, name: str) -> State:
     """They are multiplied or divided by a number or a tensor."""
     if value.op == "div" and (name != "input" or value.args.get("rounding_mode")):
-        raise Refused("they are a divisor, or rounded")
+        raise Refusal("they are a divisor, or rounded")
     x = other_operand(value, name)
     leaf, dims = align(value, s, x)
     apart = leaf.axes() <= s.a.axes() or leaf.axes() <= s.b.axes()
@@ -77,24 +77,24 @@ def mul(value: Value, s: MatchedScores, name: str) -> State:
         leaf = leaf if known is None else Leaf(float(known))
     if isinstance(leaf.value, Value):
         if s.shift:
-            raise Refused("they are multiplied by a tensor after their maximum was subtracted")
+            raise Refusal("they are multiplied by a tensor after their maximum was subtracted")
         if s.terms or s.softcap:
-            raise Refused("they are multiplied by a tensor after a bias, a mask or a softcap")
+            raise Refusal("they are multiplied by a tensor after a bias, a mask or a softcap")
         field = "divisors" if value.op == "div" else "factors"
         return s.extend(value, dims=dims, **{field: (*getattr(s, field), leaf)})
     if leaf.value == 0:
-        raise Refused("they are multiplied or divided by zero")
+        raise Refusal("they are multiplied or divided by zero")
     return scaled(value, s, 1.0 / leaf.value if value.op == "div" else leaf.value)
 
 
 def scaled(value: Value, s: MatchedScores, c: float) -> MatchedScores:
     """They are multiplied by a number."""
     if c < 0 and (s.softcap or any(isinstance(t, FillTerm) for t in s.terms)):
-        raise Refused("they are negated after a mask or a softcap")
+        raise Refusal("they are negated after a mask or a softcap")
     if c < 0 and any(isinstance(t, ClampTerm) for t in s.terms):
-        raise Refused("they are negated after a lower bound")
+        raise Refusal("they are negated after a lower bound")
     if s.shift and c > 1.0 and any(isinstance(t, BiasTerm) for t in s.terms):
-        raise Refused("they are masked, and enlarged after their maximum was subtracted")
+        raise Refusal("they are masked, and enlarged after their maximum was subtracted")
     shifted = len(s.shift.scores.terms) if s.shift else 0  # those before the subtraction
     terms = tuple(
         dataclasses.replace(t, coefficient=t.coefficient * c, rescaled=t.rescaled * c)
@@ -125,33 +125,33 @@ def _scaled_number(
 def neg(value: Value, s: MatchedScores, name: str) -> State:
     """They are negated."""
     if s.shift:
-        raise Refused("they are negated after a shift")
+        raise Refusal("they are negated after a shift")
     return scaled(value, s, -1.0)
 
 
 def nan_to_num(value: Value, s: MatchedScores, name: str) -> State:
     """NaN and infinities are replaced."""
-    raise Refused("nan_to_num is applied to them, and they may be infinite")
+    raise Refusal("nan_to_num is applied to them, and they may be infinite")
 
 
 def tanh(value: Value, s: MatchedScores, name: str) -> State:
     """A softcap of 1, which a later multiplication scales."""
     if s.softcap or s.terms or s.shift:
-        raise Refused("tanh follows a bias, a mask or another tanh")
+        raise Refusal("tanh follows a bias, a mask or another tanh")
     return s.extend(value, softcap=1.0)
 
 
 def masked_fill(value: Value, s: MatchedScores, name: str) -> State:
     """They are replaced by a number where a mask is True."""
     if name != "input":
-        raise Refused("they are used as a mask")
+        raise Refusal("they are used as a mask")
     return _filled(value, s, value.args.get("mask"), True, value.args.get("value"))
 
 
 def where(value: Value, s: MatchedScores, name: str) -> State:
     """They are one of the two branches, and the other is a number."""
     if name == "condition":
-        raise Refused("they are used as a mask")
+        raise Refusal("they are used as a mask")
     fill = other_operand(value, name)
     return _filled(value, s, value.args.get("condition"), name != "input", fill)
 
@@ -159,19 +159,19 @@ def where(value: Value, s: MatchedScores, name: str) -> State:
 def _filled(value: Value, s: MatchedScores, mask: object, when: bool, fill: object) -> State:
     constant = guarded_constant(fill)
     if constant is None:
-        raise Refused("they are replaced by something that is not one number")
+        raise Refusal("they are replaced by something that is not one number")
     if not is_tensor(mask):
-        raise Refused("their mask is not a tensor")
+        raise Refusal("their mask is not a tensor")
     if mask.dtype != torch.bool:
-        raise Refused("their mask is not boolean")
+        raise Refusal("their mask is not boolean")
     if s.shift and s.shift.scores.terms and constant != -math.inf:
-        raise Refused(
+        raise Refusal(
             f"they are set to {constant:g} after a mask and after their maximum was subtracted"
         )
     mask, when = without_inversion(mask, when)
     if (known := constant_value(mask)) is not None:
         if bool(known) == when:
-            raise Refused("they are replaced everywhere")
+            raise Refusal("they are replaced everywhere")
         return s.extend(value)
     leaf, dims = align(value, s, mask)
     term = FillTerm(leaf, when, stored_value(float(constant), value.dtype), value.dtype)
@@ -182,7 +182,7 @@ def dropout(value: Value, s: MatchedScores, name: str) -> State:
     """Dropout that is switched off."""
     p, training = value.args.get("p", 0.5), value.args.get("training", True)
     if constant_value(p) != 0 and constant_value(training) not in (False, 0):
-        raise Refused("dropout is applied to them")
+        raise Refusal("dropout is applied to them")
     return s.extend(value)
 
 
@@ -197,13 +197,13 @@ def concatenate(value: Value, s: MatchedScores, name: str) -> State:
     parts, dim = value.args.get("tensors"), value.args.get("dim", 0)
     rank = len(s.dims)
     if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not isinstance(dim, int):
-        raise Refused("they are concatenated with something")
+        raise Refusal("they are concatenated with something")
     sink_first = parts[1] is s.path[-1]
     sink = parts[not sink_first]
     if dim % rank != rank - 1 or sink in s.path or s.sink or not isinstance(sink, Value):
-        raise Refused("they are concatenated with something")
+        raise Refusal("they are concatenated with something")
     if sink.shape[-1] != 1:
-        raise Refused("they are concatenated with more than one column")
+        raise Refusal("they are concatenated with more than one column")
     leaf, _ = align(value, dataclasses.replace(s, dims=(*s.dims[:-1], ())), sink)
     return _with_sink(value, s, leaf, sink_first)
 
@@ -214,7 +214,7 @@ def pad(value: Value, s: MatchedScores, name: str) -> State:
     logit = constant_value(0.0 if fill is None else fill)
     one_column = tuple(width) in ((0, 1), (1, 0)) and mode in (None, "constant")
     if not one_column or s.sink or logit is None:
-        raise Refused("they are padded")
+        raise Refusal("they are padded")
     return _with_sink(value, s, Leaf(float(logit)), width[0] == 1)
 
 
@@ -228,9 +228,9 @@ def lower_bound(value: Value, s: MatchedScores, name: str) -> State:
     """They are clamped far below real scores, as is done where sums of masks may overflow."""
     bound = guarded_constant(_bound(value, name))
     if value.op == "clamp" and value.args.get("max") is not None:
-        raise Refused("clamp is applied to them")
+        raise Refusal("clamp is applied to them")
     if bound is None or not -math.inf < bound <= MAX_MASK_FILL or s.shift or s.sink:
-        raise Refused(f"{value.op} is applied to them")
+        raise Refusal(f"{value.op} is applied to them")
     return s.extend(value, terms=(*s.terms, ClampTerm(bound, 1.0 if "clamp" in value.op else 0.5)))
 
 

@@ -39,33 +39,33 @@ from compile_passes.match.states import (
     UnnormalizedOutput,
     without_cast,
 )
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 
 NOT_KEYS = "the softmax runs over a batch or head dimension, or over several, not over the keys"
 DETACHED = "detach is applied to them"
 
 
 def check_over_keys(s: MatchedScores, keys: Group) -> None:
-    """Raises Refused unless `keys` are the key axes of these scores: they belong to one of the
+    """Raises Refusal unless `keys` are the key axes of these scores: they belong to one of the
     product's operands alone, and what was subtracted from the scores is constant along them.
     """
     real = set(resolve(keys))
     if s.shift and set(resolve(s.shift.keys)) != real:
-        raise Refused("what is subtracted from the scores varies along the keys")
+        raise Refusal("what is subtracted from the scores varies along the keys")
     if s.sink:
         if real != set(resolve(s.dims[-1])):
-            raise Refused(NOT_KEYS)
+            raise Refusal(NOT_KEYS)
         real = set(resolve(s.keys_without_sink))
     a, b = s.a.axes(), s.b.axes()
     if not real or not (real <= a - b or real <= b - a):
-        raise Refused(NOT_KEYS)
+        raise Refusal(NOT_KEYS)
 
 
 def subtract_row(value: Value, s: MatchedScores, r: RowStatistic) -> State:
     """scores - row statistic"""
     aligned = resolve_dims(tuple(() if g == r.keys else g for g in resolve_dims(s.dims)))
     if r.scores is not s or r.negative or _without_repetitions(r.dims) != aligned:
-        raise Refused("the maximum of something else is subtracted from them")
+        raise Refusal("the maximum of something else is subtracted from them")
     path = tuple(dict.fromkeys((*s.path, *r.path, value)))
     if r.lse:
         check_over_keys(s, r.keys)
@@ -73,14 +73,14 @@ def subtract_row(value: Value, s: MatchedScores, r: RowStatistic) -> State:
         weights = MatchedWeights(s.dims, path, s, value, r.keys, by_lse=by_lse)
         return LogWeights(s.dims, path, weights)
     if s.shift:
-        raise Refused("they are shifted twice")
+        raise Refusal("they are shifted twice")
     return dataclasses.replace(s, shift=r, path=path)
 
 
 def detached_maximum(value: Value, s: DetachedScores) -> RowStatistic:
     """The maximum of scores without their gradient."""
     if value.op not in ("amax", "max"):
-        raise Refused(DETACHED)
+        raise Refusal(DETACHED)
     keys, dims = reduced(value, s.dims, f"{value.op} is applied to them")
     return RowStatistic(dims, (*s.path, value), s.scores, keys)
 
@@ -91,14 +91,14 @@ def row_rule(value: Value, r: RowStatistic, name: str) -> State:
         return r.extend(value, negative=not r.negative)
     if value.op in ("clamp", "detach", "maximum"):
         if r.lse:
-            raise Refused(f"{value.op} is applied to their log-sum-exp")
+            raise Refusal(f"{value.op} is applied to their log-sum-exp")
         same_rank = len(value.shape) == len(r.dims)
         if not same_rank or not all(g or is_one(n) for g, n in zip(r.dims, value.shape)):
-            raise Refused("their maximum is combined with a larger tensor")
+            raise Refusal("their maximum is combined with a larger tensor")
         return r.extend(value)
     if value.op == "exp" and r.negative:
         return ShiftExp(r.dims, (*r.path, value), r)
-    raise Refused(f"{value.op} is applied to their maximum or log-sum-exp")
+    raise Refusal(f"{value.op} is applied to their maximum or log-sum-exp")
 
 
 def exponentials(value: Value, s: MatchedScores, base: float) -> State:
@@ -110,7 +110,7 @@ def exponentials(value: Value, s: MatchedScores, base: float) -> State:
 def sum_of_exps(value: Value, e: ScoreExps) -> State:
     """exps.sum(keys), their mean, or their norm with p = 1, as none is negative."""
     if value.op == "norm" and constant_value(value.args.get("p")) != 1:
-        raise Refused("their exponentials are divided by another norm than their sum")
+        raise Refusal("their exponentials are divided by another norm than their sum")
     if value.op == "einsum":
         keys, dims = summed_by_einsum(value, e.dims)
     else:
@@ -119,7 +119,7 @@ def sum_of_exps(value: Value, e: ScoreExps) -> State:
     divisor = 1
     for axis in resolve(keys) if value.op == "mean" else ():
         if type(axis.size) is not int:
-            raise Refused(
+            raise Refusal(
                 "their exponentials are divided by a mean over a number of keys that varies"
             )
         divisor *= axis.size
@@ -151,9 +151,9 @@ def hidden_exps(value: Value, e: ScoreExps, name: str) -> ScoreExps:
         mask, when = value.args.get("condition"), name != "input"
     fill = value.args.get("value") if value.op == "masked_fill" else other_operand(value, name)
     if name in ("mask", "condition") or (value.op != "mul" and constant_value(fill) != 0):
-        raise Refused("their exponentials are masked by something else than 0")
+        raise Refusal("their exponentials are masked by something else than 0")
     if constant_value(mask) is not None:
-        raise Refused("all of their exponentials are multiplied by a number, or replaced")
+        raise Refusal("all of their exponentials are multiplied by a number, or replaced")
     mask, when = without_inversion(mask, when)
     leaf, dims = align(value, e, mask)
     term = FillTerm(without_cast(leaf), when, -math.inf, value.dtype)
@@ -164,7 +164,7 @@ def hidden_exps(value: Value, e: ScoreExps, name: str) -> ScoreExps:
 def scaled_output(value: Value, output: UnnormalizedOutput, number: float) -> UnnormalizedOutput:
     """(exps @ v) times a number, or divided by it"""
     if value.op not in ("mul", "div") or value.args.get("rounding_mode"):
-        raise Refused(f"{raw_name(value.node)} is applied to their product with the value")
+        raise Refusal(f"{raw_name(value.node)} is applied to their product with the value")
     gain = output.gain * number if value.op == "mul" else output.gain / number
     return output.extend(value, gain=gain)
 
@@ -173,7 +173,7 @@ def normalize(value: Value, e: ScoreExps) -> MatchedWeights:
     """F.normalize(exps, p=1): they are divided by their sum, which is at least eps."""
     p, dim, eps = (value.args.get(x, y) for x, y in (("p", 2.0), ("dim", 1), ("eps", 1e-12)))
     if constant_value(p) != 1 or not isinstance(dim, int):
-        raise Refused("their exponentials are divided by another norm than their sum")
+        raise Refusal("their exponentials are divided by another norm than their sum")
     _check_lower_bound(e.scores, constant_value(eps))
     keys = resolve_dims(e.dims)[dim]
     check_over_keys(e.scores, keys)
@@ -188,18 +188,18 @@ def _is_relative_to_maximum(s: MatchedScores) -> bool:
 
 
 def _check_lower_bound(s: MatchedScores, bound: float | None) -> None:
-    """Raises Refused unless a sum of exponentials exceeds a number in every row: relative to the
+    """Raises Refusal unless a sum of exponentials exceeds a number in every row: relative to the
     maximum it is at least 1.
     """
     if bound is None or bound > 1 or not _is_relative_to_maximum(s):
-        raise Refused("the sum of their exponentials may be smaller than its lower bound")
+        raise Refusal("the sum of their exponentials may be smaller than its lower bound")
 
 
 def sum_rule(value: Value, t: ExpSum, name: str, x: object) -> State:
     """An operation on the sum of exponentials; `x` is the other operand, or its state."""
     if value.op in ("clamp", "clamp_min"):
         if value.args.get("max") is not None:
-            raise Refused("the sum of their exponentials is clamped")
+            raise Refusal("the sum of their exponentials is clamped")
         bound = guarded_constant(value.args.get("min", x))
         _check_lower_bound(t.exps.scores, None if bound is None else bound * t.divisor)
         return t.extend(value)
@@ -218,7 +218,7 @@ def _multiple_of_sum(value: Value, t: ExpSum, x: object) -> ExpSum:
     """exp_sum times a number, or divided by it"""
     number = constant_value(x)
     if not number or number < 0 or t.zero_sink or value.args.get("rounding_mode"):
-        raise Refused("the sum of their exponentials is multiplied by something")
+        raise Refusal("the sum of their exponentials is multiplied by something")
     divisor = t.divisor / number if value.op == "mul" else t.divisor * number
     return t.extend(value, divisor=divisor)
 
@@ -226,16 +226,16 @@ def _multiple_of_sum(value: Value, t: ExpSum, x: object) -> ExpSum:
 def add_sink(value: Value, t: ExpSum, x: object) -> State:
     """exp_sum + exp(-shift), or exp_sum + 1 where nothing was subtracted"""
     if value.op != "add":
-        raise Refused(f"{raw_name(value.node)} is applied to the sum of their exponentials")
+        raise Refusal(f"{raw_name(value.node)} is applied to the sum of their exponentials")
     if t.zero_sink or t.divisor != 1:
-        raise Refused("something is added to the sum of their exponentials")
+        raise Refusal("something is added to the sum of their exponentials")
     s = t.exps.scores
     if isinstance(x, ShiftExp) and s.shift and x.row.path[:-1] == s.shift.path:
         path = tuple(dict.fromkeys((*t.path, *x.path, value)))
         return dataclasses.replace(t, zero_sink=True, path=path)
     if constant_value(x) == 1 and s.shift is None:
         return t.extend(value, zero_sink=True)
-    raise Refused("something is added to the sum of their exponentials")
+    raise Refusal("something is added to the sum of their exponentials")
 
 
 def _without_repetitions(dims: Dims) -> Dims:
@@ -260,7 +260,7 @@ def _divided(value: Value, e: ScoreExps, t: ExpSum) -> MatchedWeights:
     # exp may have been computed twice
     same_exps = t.exps.scores is e.scores and t.exps.path[:-1] == e.path[:-1]
     if not same_exps or resolve_dims(t.dims) != aligned:
-        raise Refused("their exponentials are divided by another sum")
+        raise Refusal("their exponentials are divided by another sum")
     check_over_keys(e.scores, t.keys)
     path = tuple(dict.fromkeys((*e.path, *t.path, value)))
     return MatchedWeights(
@@ -276,7 +276,7 @@ def _divided_output(value: Value, output: UnnormalizedOutput, t: ExpSum) -> Core
     matching = all(u in ((), d) for u, d in zip(under, dims, strict=True))
     wanted = [g for g in dims if g and not set(g) & set(output.features)]
     if t.exps.path != output.exps.path or t.keys != output.keys or not matching or rows != wanted:
-        raise Refused("the product with the value is divided by another sum")
+        raise Refusal("the product with the value is divided by another sum")
     check_over_keys(output.exps.scores, t.keys)
     path = tuple(dict.fromkeys((*output.path, *t.path)))
     weights = MatchedWeights(

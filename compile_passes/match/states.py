@@ -81,7 +81,7 @@ class ClampTerm:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tracked:
+class MatchState:
     """A tensor with axes `dims`, computed by the nodes in `path`, which a rewrite removes."""
 
     dims: Dims
@@ -93,7 +93,7 @@ class Tracked:
 
 
 @dataclasses.dataclass(frozen=True)
-class MatchedScores(Tracked):
+class MatchedScores(MatchState):
     """softcap * tanh(scale * factors / divisors * (a . b) / softcap), then the terms in order.
 
     `sink`: a logit that was concatenated to the keys, before them if `sink_first`.
@@ -124,7 +124,7 @@ class KeyGate:
 
 
 @dataclasses.dataclass(frozen=True)
-class MatchedWeights(Tracked):
+class MatchedWeights(MatchState):
     """softmax(scores) over `keys`, with dropout, times `gain` and `factors` without key axes, and
     times `gates`, or 0 where these are fills.
     """
@@ -151,14 +151,14 @@ class MatchedWeights(Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
-class NanWeights(Tracked):
+class NanWeights(MatchState):
     """Whether weights are NaN"""
 
     weights: MatchedWeights
 
 
 @dataclasses.dataclass(frozen=True)
-class HiddenScores(Tracked):
+class HiddenScores(MatchState):
     """Whether scores are -inf, or are not if `inverted`. Of rows once `keys` are given: whether all
     are, or any is not.
     """
@@ -169,21 +169,21 @@ class HiddenScores(Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogWeights(Tracked):
+class LogWeights(MatchState):
     """log(weights)"""
 
     weights: MatchedWeights
 
 
 @dataclasses.dataclass(frozen=True)
-class DetachedScores(Tracked):
+class DetachedScores(MatchState):
     """Scores without their gradient, of which only the maximum is used."""
 
     scores: MatchedScores
 
 
 @dataclasses.dataclass(frozen=True)
-class RowStatistic(Tracked):
+class RowStatistic(MatchState):
     """The log-sum-exp of each row of the scores if `lse`, else a function of their maximum."""
 
     scores: MatchedScores
@@ -193,7 +193,7 @@ class RowStatistic(Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoreExps(Tracked):
+class ScoreExps(MatchState):
     """exp(scores - shift), computed by `exp`"""
 
     scores: MatchedScores
@@ -201,14 +201,14 @@ class ScoreExps(Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
-class ShiftExp(Tracked):
+class ShiftExp(MatchState):
     """exp(-shift), a sink of 0 beside shifted scores"""
 
     row: RowStatistic
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpSum(Tracked):
+class ExpSum(MatchState):
     """The sum of ScoreExps over the keys, and of a sink of 0 if `zero_sink`, over a number."""
 
     exps: ScoreExps
@@ -218,14 +218,14 @@ class ExpSum(Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
-class InverseExpSum(Tracked):
+class InverseExpSum(MatchState):
     """1 / ExpSum"""
 
     total: ExpSum
 
 
 @dataclasses.dataclass(frozen=True)
-class UnnormalizedOutput(Tracked):
+class UnnormalizedOutput(MatchState):
     """ScoreExps times the value and `gain`, not yet divided by their ExpSum."""
 
     exps: ScoreExps
@@ -265,7 +265,7 @@ class Core:
         return self.weights.path
 
 
-State = Tracked | Mismatch
+State = MatchState | Mismatch
 
 
 def without_cast(leaf: Leaf) -> Leaf:

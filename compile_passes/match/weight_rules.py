@@ -1,5 +1,5 @@
 """Rules for operations on attention weights. A rule returns the state of the result, or raises
-Refused with the reason why it is not supported, in which "they" are the weights.
+Refusal with the reason why it is not supported, in which "they" are the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from compile_passes.match.states import (
     State,
     without_cast,
 )
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 
 
 def dropout(value: Value, w: MatchedWeights, name: str) -> State:
@@ -31,15 +31,15 @@ def dropout(value: Value, w: MatchedWeights, name: str) -> State:
     if training in (False, 0) or p == 0:
         return w.extend(value)
     if p is None or training is None:
-        raise Refused("the dropout probability is not a constant of the graph")
+        raise Refusal("the dropout probability is not a constant of the graph")
     return _dropped(value, w, float(p), 1.0, ())
 
 
 def _dropped(value: Value, w: MatchedWeights, p: float, gain: float, mask: tuple) -> State:
     if w.dropout_p:
-        raise Refused("dropout is applied twice")
+        raise Refusal("dropout is applied twice")
     if not 0.0 < p < 1.0:
-        raise Refused(f"dropout with p = {p}")
+        raise Refusal(f"dropout with p = {p}")
     return w.extend(value, dropout_p=p, gain=w.gain * gain, path=(*w.path, *mask, value))
 
 
@@ -48,7 +48,7 @@ def mul(value: Value, w: MatchedWeights, name: str) -> State:
     x = other_operand(value, name)
     rounded = value.args.get("rounding_mode") is not None
     if value.op == "div" and (name != "input" or rounded or constant_value(x) == 0):
-        raise Refused("they are divided by something")
+        raise Refusal("they are divided by something")
     mask = _dropout_mask(x, w) if value.op == "mul" else None
     if mask is not None:
         keep, gain, nodes = mask
@@ -60,11 +60,11 @@ def mul(value: Value, w: MatchedWeights, name: str) -> State:
         c = 1.0 / leaf.value if value.op == "div" else leaf.value
         return w.extend(value, gain=w.gain * c)
     if len(all_axes(dims)) != len(all_axes(w.dims)):
-        raise Refused("they are multiplied by a tensor that has dimensions which they lack")
+        raise Refusal("they are multiplied by a tensor that has dimensions which they lack")
     if leaf.axes() & w.key_axes():
         return w.extend(value, gates=(*w.gates, KeyGate(leaf, value.op == "div")))
     if value.op == "div":
-        raise Refused("they are divided by something")
+        raise Refusal("they are divided by something")
     return w.extend(value, factors=(*w.factors, leaf))
 
 
@@ -103,40 +103,40 @@ def without_sink(value: Value, w: MatchedWeights, name: str) -> State:
     index = value.args.get("index")
     s = w.scores
     if not s.sink or not isinstance(index, tuple) or w.keys == s.keys_without_sink:
-        raise Refused("they are sliced")
+        raise Refusal("they are sliced")
     *full, last = index
     if (
         not all(i is Ellipsis or i == slice(None) for i in full)
         or not isinstance(last, slice)
         or last.step not in (None, 1)
     ):
-        raise Refused("they are sliced")
+        raise Refusal("they are sliced")
     starts = (1,) if s.sink_first else (None, 0)
     if last.start not in starts or not sizes_equal(value.shape[-1] + 1, w.path[-1].shape[-1]):
-        raise Refused("they are sliced")
+        raise Refusal("they are sliced")
     if Ellipsis not in full and len(full) != len(w.dims) - 1:
-        raise Refused("they are sliced")
+        raise Refusal("they are sliced")
     return w.extend(value, dims=(*w.dims[:-1], s.keys_without_sink), keys=s.keys_without_sink)
 
 
 def nan_to_num(value: Value, w: MatchedWeights, name: str) -> State:
     """Rows without keys become 0 instead of NaN, as the operator gives them."""
     if set(value.args) - {"input", "nan"} or constant_value(value.args.get("nan", 0.0)) != 0:
-        raise Refused("nan_to_num replaces NaN by another number than 0")
+        raise Refusal("nan_to_num replaces NaN by another number than 0")
     return w.extend(value)
 
 
 def masked_fill(value: Value, w: MatchedWeights, name: str) -> State:
     """Weights are set to 0 where a mask is True."""
     if name != "input" or constant_value(value.args.get("value")) != 0:
-        raise Refused("they are masked")
+        raise Refusal("they are masked")
     return _zeroed(value, w, value.args.get("mask"), True)
 
 
 def where(value: Value, w: MatchedWeights, name: str) -> State:
     """They are one of the two branches, and the other is 0."""
     if name == "condition" or constant_value(other_operand(value, name)) != 0:
-        raise Refused("they are masked")
+        raise Refusal("they are masked")
     return _zeroed(value, w, value.args.get("condition"), name != "input")
 
 
@@ -158,12 +158,12 @@ def _zeroed(
     leaf, dims = align(value, w, mask)
     leaf = without_cast(leaf)
     if not isinstance(leaf.value, Value) or not is_zero_or_one(leaf.value):
-        raise Refused("they are masked")
+        raise Refusal("they are masked")
     fill = FillTerm(leaf, when, 0.0, value.dtype, factor=factor)
     if not leaf.axes() & w.key_axes() and len(all_axes(dims)) == len(all_axes(w.dims)):
         return w.extend(value, row_fills=(*w.row_fills, fill))
     if w.zero_fill or w.dropout_p:
-        raise Refused("they are masked")
+        raise Refusal("they are masked")
     return w.extend(value, zero_fill=fill)
 
 
@@ -186,7 +186,7 @@ RULES = {
 def hidden_scores(value: Value, s: MatchedScores, name: str) -> State:
     """scores == -inf"""
     if constant_value(other_operand(value, name)) != -math.inf:
-        raise Refused("they are compared with something")
+        raise Refusal("they are compared with something")
     return HiddenScores(s.dims, (*s.path, value), s)
 
 
@@ -197,7 +197,7 @@ def hidden_rule(value: Value, h: HiddenScores) -> State:
     if value.op == ("any" if h.inverted else "all") and not h.keys:
         keys, dims = reduced(value, h.dims, f"{value.op} of several dimensions is read of them")
         return h.extend(value, dims=dims, keys=keys)
-    raise Refused(f"{raw_name(value.node)} is applied to where they are -inf")
+    raise Refusal(f"{raw_name(value.node)} is applied to where they are -inf")
 
 
 def kept_operand(value: Value, guard: NanWeights | HiddenScores) -> str:
@@ -217,7 +217,7 @@ def without_empty_rows(
     same = isinstance(x, Value) and x is w.path[-1] and _is_of(guard, w)
     inverted_fill = value.op == "masked_fill" and getattr(guard, "inverted", False)
     if not same or inverted_fill or constant_value(value.args.get(filled)) != 0:
-        raise Refused("they are filled where they, or others, are NaN or have no keys")
+        raise Refusal("they are filled where they, or others, are NaN or have no keys")
     return w.extend(value, path=tuple(dict.fromkeys((*w.path, *guard.path, value))))
 
 

@@ -22,7 +22,7 @@ from compile_passes.ir.axes import sizes_equal
 from compile_passes.ir.graph import SOURCE_METADATA, example, meta_key
 from compile_passes.ir.insertion import NodeInserter
 from compile_passes.ir.vocabulary import bind, operation, raw_name, read_elsewhere
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 from compile_passes.rewrites.edit_log import AttentionCall, Edit, EditLog
 
 # `F.multi_head_attention_forward`, which Dynamo captures as one call.
@@ -48,7 +48,7 @@ def write_out_multi_head(log: EditLog) -> None:
 
 def _check_multi_head(call: fx.Node) -> None:
     if call.target is not FORWARD:
-        raise Refused(
+        raise Refusal(
             f"torch.{raw_name(call)} is one operator; "
             "torch.backends.mha.set_fastpath_enabled(False) selects the code that can be fused"
         )
@@ -57,7 +57,7 @@ def _check_multi_head(call: fx.Node) -> None:
         part = user.args[1] if user.target is operator.getitem else None
         readers = () if part == 0 else user.users if part == 1 else (user,)
         for reader in readers:
-            raise Refused(read_elsewhere("the attention weights are", reader))
+            raise Refusal(read_elsewhere("the attention weights are", reader))
 
 
 def _write_out_multi_head(log: EditLog, call: fx.Node) -> None:
@@ -209,7 +209,7 @@ def _write_out(log: EditLog, call: fx.Node) -> None:
     softmax, weights, value = _weights(edit, args, wanted.dtype)
     out = edit.method("matmul", weights, value)
     if example(out).shape != wanted.shape or example(out).dtype != wanted.dtype:
-        raise Refused("its result has another shape or dtype than the product of its inputs")
+        raise Refusal("its result has another shape or dtype than the product of its inputs")
     edit.supersede(call, out)
     has_mask = args["attn_mask"] is not None
     log.calls[softmax] = AttentionCall(call, NAME, edit.nodes, softmax, has_mask)
@@ -219,31 +219,31 @@ def _result_of_kernel(call: fx.Node) -> fx.Node:
     """The output of an operator that also returns what the backward pass needs."""
     overload = call.target
     if isinstance(overload, torch._ops.OpOverload) and overload._overloadname != "default":
-        raise Refused(f"it is the overload {overload._overloadname} of torch's kernel")
+        raise Refusal(f"it is the overload {overload._overloadname} of torch's kernel")
     read = [part for part in call.users if part.users]
     if len(read) != 1 or read[0].target is not operator.getitem or read[0].args[1] != 0:
-        raise Refused("its log-sum-exp is read, or its result is not")
+        raise Refusal("its log-sum-exp is read, or its result is not")
     return read[0]
 
 
 def _check(call: fx.Node, args: dict) -> None:
     check_inputs(call.all_input_nodes)
     if call.users and operation(call)[0] == NAME and not isinstance(example(call), Tensor):
-        raise Refused("its result is not one tensor")
+        raise Refusal("its result is not one tensor")
     mask, causal, dropout_p = args["attn_mask"], args["is_causal"], args["dropout_p"]
     if not isinstance(causal, bool) or not isinstance(dropout_p, (int, float)):
-        raise Refused("is_causal or dropout_p is not a constant of the graph")
+        raise Refusal("is_causal or dropout_p is not a constant of the graph")
     q, k = (example(args[name]) for name in ("query", "key"))
     aligned = operation(call)[0] != FLASH or sizes_equal(q.shape[-2], k.shape[-2])
     if causal and not aligned:  # where it is aligned differs between versions of the kernel
-        raise Refused("it is causal, with other numbers of queries and keys")
+        raise Refusal("it is causal, with other numbers of queries and keys")
     if mask is not None and causal:
-        raise Refused("it has both a mask and is_causal")
+        raise Refusal("it has both a mask and is_causal")
     if not 0 <= dropout_p < 1:
-        raise Refused(f"dropout_p is {dropout_p}")
+        raise Refusal(f"dropout_p is {dropout_p}")
     exact = torch.are_deterministic_algorithms_enabled() or inductor_config.fallback_random
     if dropout_p > 0 and exact:
-        raise Refused("its dropout would draw other random numbers than torch was asked to repeat")
+        raise Refusal("its dropout would draw other random numbers than torch was asked to repeat")
 
 
 def _weights(
@@ -331,8 +331,8 @@ def repeated_heads(inserter: NodeInserter, q: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def check_inputs(nodes: Iterable[fx.Node]) -> None:
-    """Raises Refused where an input of a call is not a plain tensor."""
+    """Raises Refusal where an input of a call is not a plain tensor."""
     for node in nodes:
         x = example(node)
         if x is None or (isinstance(x, Tensor) and not isinstance(x, FakeTensor)):
-            raise Refused(f"{node.name} is not a plain tensor: {type(x).__name__}")
+            raise Refusal(f"{node.name} is not a plain tensor: {type(x).__name__}")

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from compile_passes.ir.graph import example
 from compile_passes.ir.insertion import NodeInserter
 from compile_passes.ir.vocabulary import MAYBE_VIEWS, operation
-from compile_passes.report import Refused, internal_error
+from compile_passes.report import Refusal, internal_error
 from compile_passes.report import log as logger
 
 
@@ -153,7 +153,7 @@ class EditLog:
         before = len(self.edits)
         try:
             rewrite(self, call)
-        except Refused as refusal:
+        except Refusal as refusal:
             self.left[call] = str(refusal), name
         except Exception as error:  # a bug of the pass must not break the user's compilation
             logger.warning("could not read %s", call, exc_info=True)

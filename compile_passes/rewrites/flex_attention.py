@@ -22,7 +22,7 @@ from compile_passes.ir.axes import Size, is_one, sizes_equal
 from compile_passes.ir.graph import example, written_nodes
 from compile_passes.ir.insertion import NodeInserter
 from compile_passes.ir.vocabulary import bind, operation, raw_name
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 from compile_passes.rewrites.attention_calls import check_inputs, repeated_heads
 from compile_passes.rewrites.edit_log import AttentionCall, EditLog
 
@@ -57,7 +57,7 @@ def _write_out(log: EditLog, call: fx.Node) -> None:
     _check_call(call, block_mask)
     part = next((user for user in call.users if user.args[1] == 0), None)
     if part is None:
-        raise Refused("its result is not read")
+        raise Refusal("its result is not read")
     inserter = log.edit(call)
     dtype = example(q).dtype
     k, v = (repeated_heads(inserter, q, x) for x in (k, v))
@@ -77,7 +77,7 @@ def _write_out(log: EditLog, call: fx.Node) -> None:
         weights = inserter.method("to", weights, dtype)
     out = inserter.method("matmul", weights, v)
     if example(out).shape != example(part).shape or example(out).dtype != dtype:
-        raise Refused("score_mod changes the shape or dtype of the scores")
+        raise Refusal("score_mod changes the shape or dtype of the scores")
     inserter.supersede(call, out)
     has_mask = _computes(score_mod) or _computes(mask_mod)
     log.calls[softmax] = AttentionCall(call, NAME, inserter.nodes, softmax, has_mask)
@@ -88,12 +88,12 @@ def _check_call(call: fx.Node, block_mask: tuple) -> None:
     check_inputs(x for x in given if isinstance(x, fx.Node) and x is not block_mask[-1])
     q, k, v = (example(x) for x in call.args[:3])
     if not q.dtype == k.dtype == v.dtype:
-        raise Refused("query, key and value differ in dtype")
+        raise Refusal("query, key and value differ in dtype")
     if not sizes_equal(q.shape[0], k.shape[0]):
-        raise Refused("key and value have another batch size than the query")
+        raise Refusal("key and value have another batch size than the query")
     for user in call.users:
         if user.args[1] != 0 and user.users:
-            raise Refused("its log-sum-exp or maximum is read")
+            raise Refusal("its log-sum-exp or maximum is read")
 
 
 def _mask_mod_decides(call: fx.Node, block_mask: tuple, mask_mod: fx.Graph) -> bool:
@@ -145,7 +145,7 @@ def _reads_inputs(nodes: list[fx.Node]) -> bool:
 def _subgraph(call: fx.Node, attribute: object) -> fx.Graph:
     owner = call.graph.owning_module
     if owner is None or not isinstance(attribute, fx.Node) or attribute.op != "get_attr":
-        raise Refused("score_mod or mask_mod is not a graph")
+        raise Refusal("score_mod or mask_mod is not a graph")
     return owner.get_submodule(attribute.target).graph
 
 
@@ -180,7 +180,7 @@ def _applied(inserter: NodeInserter, graph: fx.Graph, given: tuple, buffers: tup
             return map_arg(node.args[0], copies.__getitem__)
         else:
             copies[node] = _copied(inserter, node, copies, indices)
-    raise Refused("score_mod or mask_mod has no result")
+    raise Refusal("score_mod or mask_mod has no result")
 
 
 def _copied(inserter: NodeInserter, node: fx.Node, copies: dict, indices: list) -> object:
@@ -189,7 +189,7 @@ def _copied(inserter: NodeInserter, node: fx.Node, copies: dict, indices: list) 
     if name == "getitem":
         return _element(inserter, *args, indices)
     if node.op not in ("call_function", "call_method") or writes or name not in _ELEMENTWISE:
-        raise Refused(f"score_mod or mask_mod calls {raw_name(node)}")
+        raise Refusal(f"score_mod or mask_mod calls {raw_name(node)}")
     if node.op == "call_method":
         return inserter.method(node.target, *args, **kwargs)
     return inserter.function(node.target, *args, **kwargs)
@@ -201,7 +201,7 @@ def _element(inserter: NodeInserter, x: fx.Node, index: object, indices: list) -
     tensor = example(x)
     known = all(isinstance(i, int) or _is_tensor(i) for i in index)
     if not known or len(index) != tensor.dim():
-        raise Refused("score_mod or mask_mod reads a part of a tensor that is not an element")
+        raise Refusal("score_mod or mask_mod reads a part of a tensor that is not an element")
     order = [indices.index(i) if i in indices else -1 for i in index]
     sizes = zip(order, tensor.shape, strict=True)
     if order != sorted(set(order)) or not all(
@@ -251,15 +251,15 @@ def kept_by_blocks(
 
 def _check_lists(lists: tuple, block: tuple, indices: list[fx.Node]) -> None:
     if not all(type(n) is int for n in block):
-        raise Refused("the size of its BlockMask's blocks is not fixed")
+        raise Refusal("the size of its BlockMask's blocks is not fixed")
     given = [x for x in lists if x is not None]
     pairs = len(given) in (2, 4) and all(isinstance(x, fx.Node) for x in given)
     if not pairs or not all(isinstance(example(x), Tensor) for x in given):
-        raise Refused("the lists of its BlockMask are not tensors")
+        raise Refusal("the lists of its BlockMask are not tensors")
     for tensor in map(example, given):
         sizes = zip(tensor.shape[:2], indices[:2], strict=True)
         if not all(is_one(n) or sizes_equal(n, example(i).shape[0]) for n, i in sizes):
-            raise Refused("its BlockMask has another number of texts or heads")
+            raise Refusal("its BlockMask has another number of texts or heads")
 
 
 def _listed(

@@ -51,11 +51,11 @@ def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
 def transformers_model(model: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield sections on a transformers model: the attention of each layer, and its masks."""
     try:
-        from hf_integration import explaining
+        from hf_integration import explanations
     except ImportError as error:
         raise SystemExit(str(error)) from None
     try:
-        yield from explaining.sections(model)
+        yield from explanations.sections(model)
     except LookupError as error:
         raise typer.BadParameter(f"--model: {error}") from None
 

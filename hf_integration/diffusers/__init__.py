@@ -20,7 +20,7 @@ except ImportError as error:
 
 from hf_integration.diffusers import registration  # noqa: F401  # before diffusers' models are imported
 from hf_integration.diffusers.attention import mask_counts
-from hf_integration.diffusers.explaining import explain, keep_16_bit
+from hf_integration.diffusers.explanations import explain, keep_16_bit
 from hf_integration.diffusers.registration import register
 from hf_integration.hooks import EIGHT_BIT, NAME
 

@@ -151,7 +151,7 @@ class TestVerification:
         assert torch._dynamo.utils.counters["fa_ops"]["verified"] == before + 1
 
     def test_wrong_rewrites_are_refused_with_their_error(self, monkeypatch):
-        from compile_passes.emit import replace as rewrite
+        from compile_passes.emit import replacement as rewrite
 
         right = rewrite._scale
 
@@ -166,7 +166,7 @@ class TestVerification:
         assert "differs by" in finding.reason
 
     def test_wrong_gradients_are_refused(self, monkeypatch):
-        from compile_passes.emit import replace as rewrite
+        from compile_passes.emit import replacement as rewrite
 
         monkeypatch.setattr(rewrite, "operand", _detached)
         (finding,) = self.findings(attend, *(x.requires_grad_() for x in qkv()))

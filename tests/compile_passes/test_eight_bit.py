@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import compile_passes
-from compile_passes.emit.replace import module_path
+from compile_passes.emit.replacement import module_path
 
 
 class Attention(nn.Module):

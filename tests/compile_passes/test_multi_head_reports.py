@@ -10,7 +10,7 @@ from expecttest import TestCase
 from torch import nn
 
 import compile_passes
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 from tests.compile_passes.helpers import fuse
 from tests.compile_passes.test_graphs import code
 from tests.compile_passes.test_multi_head import B, E, H, L, randn, random_module
@@ -140,7 +140,7 @@ def test_refused_cores_leave_their_call(monkeypatch):
     """A call without weights, which would become SDPA, included."""
 
     def refuse(*args):
-        raise Refused("planted")
+        raise Refusal("planted")
 
     monkeypatch.setattr(sys.modules["compile_passes.fuse"], "attention_site", refuse)
     module = random_module()

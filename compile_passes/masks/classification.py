@@ -45,7 +45,7 @@ from compile_passes.masks.mask_terms import (
     mask_terms,
     single_axis,
 )
-from compile_passes.masks.symbolic_eval import SymbolicEvaluator
+from compile_passes.masks.symbolic_evaluator import SymbolicEvaluator
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.states import (
     MAX_MASK_FILL,
@@ -55,7 +55,7 @@ from compile_passes.match.states import (
     FillTerm,
     absorbs_scores,
 )
-from compile_passes.report import Refused
+from compile_passes.report import Refusal
 
 # Masks of which a part is a window or an interval of keys, such as a causal mask with padding: the
 # part becomes a flag or key ranges, so that masked tiles are skipped, and the rest stays a mask, of
@@ -130,7 +130,7 @@ def classify_masks(
 ) -> ClassifiedMasks:
     """The arguments of the operator that the masks become.
 
-    Raises Refused where a fill can't be kept. Without `intervals`, masks that are no windows stay
+    Raises Refusal where a fill can't be kept. Without `intervals`, masks that are no windows stay
     dense.
     """
     terms = mask_terms(site, evaluator)
@@ -143,12 +143,12 @@ def classify_masks(
 
 
 def _check_denominator(site: AttentionSite, masks: ClassifiedMasks) -> None:
-    """Raises Refused where a row under a finite fill would be averaged and eager mode adds it up:
+    """Raises Refusal where a row under a finite fill would be averaged and eager mode adds it up:
     beside the fill, the log-sum-exp that is subtracted cannot hold the number of keys.
     """
     filled = masks.empty_rows in (EmptyRows.UNIFORM, EmptyRows.ABSORBED) or masks.added_fill
     if site.core.weights.by_lse and (filled or any(_may_hide_keys(t, None) for t in masks.biases)):
-        raise Refused("the log-sum-exp of the scores is subtracted: rows without keys would differ")
+        raise Refusal("the log-sum-exp of the scores is subtracted: rows without keys would differ")
 
 
 def _beside_alibi(
@@ -161,7 +161,7 @@ def _beside_alibi(
     for intervals in (True, False):
         try:
             masks = _classified(site, others, evaluator, intervals)
-        except Refused:
+        except Refusal:
             continue
         if alibi.fits(masks, site):
             return dataclasses.replace(masks, alibi=(alibi.slopes, alibi.coefficient))
@@ -205,7 +205,7 @@ def _with_exact_fills(
         exact = dataclasses.replace(site.core.weights.zero_fill, value=-math.inf)
         effects = {**effects, exact: _with_documents(mask_effect(exact, evaluator))}
         if effects[exact] is None:
-            raise Refused("the attention weights are masked, and it is not known where")
+            raise Refusal("the attention weights are masked, and it is not known where")
         terms = [exact if t is zeroed else t for t in terms]
         zeroed = exact
     if site.has_sink or _rows_attend_themselves(terms, effects, site):
@@ -226,14 +226,14 @@ def _rows_attend_themselves(terms: list[Term], effects: Effects, site: Attention
 
 
 def _check_clamps(site: AttentionSite, effects: Effects) -> None:
-    """Raises Refused where a clamp would change anything but empty rows."""
+    """Raises Refusal where a clamp would change anything but empty rows."""
     terms = site.scores.terms
     last = max((i for i, t in enumerate(terms) if isinstance(t, ClampTerm)), default=0)
     for term in terms[:last]:
         if isinstance(term, BiasTerm) and term in effects:
             effect = effects[term]
             if effect is None or (effect.keep is not True and effect.fill < terms[last].value):
-                raise Refused("a lower bound follows a bias that may lie below it")
+                raise Refusal("a lower bound follows a bias that may lie below it")
 
 
 def _grad_share(site: AttentionSite, term: BiasTerm, effects: Effects) -> float:
@@ -243,7 +243,7 @@ def _grad_share(site: AttentionSite, term: BiasTerm, effects: Effects) -> float:
     if not clamps or fill == -math.inf:
         return 1.0
     if len(clamps) > 1 or not (_absorbs(term, fill) or clamps[0].value < 2 * fill):
-        raise Refused("masked scores may lie below a lower bound on the scores")
+        raise Refusal("masked scores may lie below a lower bound on the scores")
     return clamps[0].grad_share if fill == clamps[0].value else 1.0
 
 
@@ -342,7 +342,7 @@ def _as_dense(
     """Dense masks: the sum of the biases and the conjunction of the bool masks."""
     exact = {t for t in dense if effects[t] and effects[t].fill == -math.inf}
     if _lowered_sum(site, dense, effects):
-        raise Refused("a lower bound follows several masks: rows without keys would differ")
+        raise Refusal("a lower bound follows several masks: rows without keys would differ")
     biases = tuple(t for t in dense if isinstance(t, BiasTerm) and t not in exact)
     fills = [t for t in dense if isinstance(t, FillTerm)]
     finite = [t for t in fills if t not in exact]
@@ -378,13 +378,13 @@ def _as_float_mask(site: AttentionSite, window: Window, terms: list[Term]) -> Cl
     near = any(not _absorbs(t, t.value) for t in fills)
     clamped = any(isinstance(t, ClampTerm) for t in site.scores.terms)
     if near or (site.has_sink and fills) or clamped:
-        raise Refused("several masks with different fill values: rows without keys would differ")
+        raise Refusal("several masks with different fill values: rows without keys would differ")
     finite = [i for i, t in enumerate(terms) if t in fills and t.value != -math.inf]
     if any(finite):  # after the first term
         window = (None, None)
     for term in terms[finite[0] :] if finite and site.requires_grad else []:
         if isinstance(term, BiasTerm) and requires_grad(term.leaf.value):
-            raise Refused("a bias that requires grad is added after a finite fill value")
+            raise Refusal("a bias that requires grad is added after a finite fill value")
     return ClassifiedMasks(*window, float_terms=tuple(terms), empty_rows=EmptyRows.ABSORBED)
 
 
@@ -434,7 +434,7 @@ def _needs_float_mask(dense: list[Term], finite: list[FillTerm], several: bool) 
     """Whether one bool mask cannot express what the finite fills do."""
     small = [fill.value for fill in finite if not fill.value <= MAX_MASK_FILL]
     if small:
-        raise Refused(
+        raise Refusal(
             f"scores are filled with {small[0]:g}, which is not far enough below them to be a mask"
         )
     biased_later = any(isinstance(t, BiasTerm) for t in dense[dense.index(finite[0]) :])

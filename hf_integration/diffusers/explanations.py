@@ -10,7 +10,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import nn
 
 from hf_integration.diffusers.attention import answers_sdpa, mask_counts
-from hf_integration.explaining import Explanation, Layers, backend_of, example, modules_of
+from hf_integration.explanations import Explanation, Layers, backend_of, example, modules_of
 from hf_integration.hooks import EIGHT_BIT, NAME
 
 

@@ -31,16 +31,16 @@ from compile_passes.emit.masks import (
     emit_conditions,
     emit_key_interval,
 )
-from compile_passes.emit.verify import Unverified, difference
+from compile_passes.emit.verification import Unverified, difference
 from compile_passes.ir import constants, vocabulary
 from compile_passes.ir.axes import Group, is_one, sizes_equal
 from compile_passes.ir.graph import GraphView, Value, example, requires_grad
 from compile_passes.ir.insertion import restride
-from compile_passes.masks import symbolic_eval
+from compile_passes.masks import symbolic_evaluator
 from compile_passes.masks.mask_terms import ClassifiedMasks, EmptyRows
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.states import BiasTerm, FillTerm, Leaf
-from compile_passes.report import Refused, log
+from compile_passes.report import Refusal, log
 from fa_ops.call.options import MAX_DECODING_QUERIES, MAX_QUANTIZED_HEAD_DIM
 
 # The call where finite fills that absorb the scores may mask all keys of a row.
@@ -96,7 +96,7 @@ def _key_count(emitter: Emitter, emitted: MaskNodes, k: fx.Node) -> fx.Node:
 # Operations that do nothing but compute their result.
 PURE = (
     vocabulary.LAYOUT
-    | symbolic_eval.RULES.keys()
+    | symbolic_evaluator.RULES.keys()
     | constants.FILLS.keys()
     | {"repeat_interleave", "div", "full", "bernoulli", "rand", "rand_like", "size"}
 )
@@ -108,7 +108,7 @@ def rewrite(
     site: AttentionSite, masks: ClassifiedMasks, view: GraphView, verify: bool = False,
     quantizes: bool = False,
 ) -> tuple[fx.Node, bool]:  # fmt: skip
-    """Replace an attention. Raises Refused, with the graph unchanged, where that is not
+    """Replace an attention. Raises Refusal, with the graph unchanged, where that is not
     possible, or where with `verify` the numbers differ. A call that `quantizes` has 8-bit products,
     and is not compared.
 
@@ -126,7 +126,7 @@ def rewrite(
             _check_result(example(new), example(old))
         erased = _nodes_to_erase(site)
         if erased & emitter.inputs():
-            raise Refused("an operand of the scores depends on their shape")
+            raise Refusal("an operand of the scores depends on their shape")
         late = mask_nodes.lse_readers(emitter, view, erased)
         verified = verify and not quantizes
         verified = verified and all(_verified(emitter, view, *pair) for pair in replaced.items())
@@ -156,27 +156,27 @@ def _other_leaves(site: AttentionSite) -> list[Leaf]:
 
 
 def _check_leaves(leaves: list[Leaf], site: AttentionSite, view: GraphView) -> None:
-    """Raises Refused where an input is no plain tensor, or changes before the value product."""
+    """Raises Refusal where an input is no plain tensor, or changes before the value product."""
     for leaf in leaves:
         tensor = leaf.value.tensor
         if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
-            raise Refused(f"{leaf.value.node.name} is not a plain tensor: {type(tensor).__name__}")
+            raise Refusal(f"{leaf.value.node.name} is not a plain tensor: {type(tensor).__name__}")
         if not view.is_unmodified(leaf.value, site.core.out):
-            raise Refused(f"{leaf.value.node.name} is written to before the value product")
+            raise Refusal(f"{leaf.value.node.name} is written to before the value product")
 
 
 def _check_result(result: Tensor, wanted: Tensor) -> None:
-    """Raises Refused where a replacement has another shape or dtype."""
+    """Raises Refusal where a replacement has another shape or dtype."""
     shape = all(sizes_equal(a, b) for a, b in zip(result.shape, wanted.shape, strict=True))
     if not shape or result.dtype != wanted.dtype:
-        raise Refused(
+        raise Refusal(
             f"the call would return {tuple(result.shape)} {result.dtype}, "
             f"not {tuple(wanted.shape)} {wanted.dtype}"
         )
 
 
 def _verified(emitter: Emitter, view: GraphView, old: fx.Node, new: fx.Node) -> bool:
-    """Whether the two were compared. Raises Refused where the replacement gives other numbers."""
+    """Whether the two were compared. Raises Refusal where the replacement gives other numbers."""
     site = emitter.site
     if site.core.weights.dropout_p:
         return False  # the two draw other masks
@@ -195,7 +195,7 @@ def _verified(emitter: Emitter, view: GraphView, old: fx.Node, new: fx.Node) -> 
         log.warning("a rewrite could not be verified: %s", failure)
         return False
     if found:
-        raise Refused(f"verification failed, please report: {found}")
+        raise Refusal(f"verification failed, please report: {found}")
     counters["fa_ops"]["verified"] += 1
     return True
 
@@ -334,7 +334,7 @@ def _scale(emitter: Emitter, q: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.Node, 
             factor = aligned(emitter, leaf, (*site.key_dims, ()))
             k = cast(emitter, emitter.function(apply, k, factor), site.dtype)
         else:
-            raise Refused("the scores are multiplied by a tensor that varies over queries and keys")
+            raise Refusal("the scores are multiplied by a tensor that varies over queries and keys")
     return q, k, scores.scale
 
 
