@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("fa_ops", "compile_passes", "hf_integration")
+from tests.imports import PACKAGES, ROOT
+
 MIN_LINES = 6
 
 
