@@ -31,9 +31,10 @@ QUICK := tests/test_layering.py tests/test_style.py tests/call/test_errors.py te
 	tests/ops/test_contract.py tests/ops/test_transforms.py tests/ops/test_kv_cache.py \
 	tests/ops/test_quantized.py tests/ops/test_compile.py::test_one_graph_over_five_lengths \
 	tests/backends/test_reference.py tests/backends/cpu/test_cpu.py tests/fuzz/test_fuzz.py \
-	$(addprefix tests/backends/hopper/test_,configs.py launch.py training_host.py decode_host.py packed_host.py) \
+	$(addprefix tests/backends/hopper/test_,configs.py launch.py backward_host.py training_host.py decode_host.py packed_host.py) \
 	tests/compat/test_flash_attn.py tests/compile_passes/test_corpus.py::test_spellings_fuse_as_expected \
-	tests/hf_integration/test_hf_attention.py
+	tests/hf_integration/test_hf_attention.py \
+	tests/hf_integration/test_hf_models.py::test_logits_of_unpadded_and_padded_batches_are_those_of_eager_attention
 QUICK_CASES := 100
 QUICK_INTERPRETER := $(addsuffix .py::test_feature,$(addprefix tests/interpreter/test_,triton_forward backward decode))
 
