@@ -24,7 +24,7 @@ from hf_integration.host_reads import PerTensorCache
 
 # How often each encoding was made (not while tracing); dense and float masks with the reason.
 counts: Counter[str] = Counter()
-# One memo for each value, as several may be derived from one tensor.
+# One cache for each value, as several may be derived from one tensor.
 _ends, _added, _bounded = PerTensorCache(), PerTensorCache(), PerTensorCache()
 
 
