@@ -249,7 +249,7 @@ def explain(
 
     Args:
         function: a function or module, compiled or not.
-        inputs, kwargs: its arguments.
+        inputs: its arguments; `kwargs` are the ones with names.
         dynamic: as in `torch.compile`.
         verify: as in :func:`install`; findings say whether they were verified.
         eight_bit: as in :func:`install`; findings say which products they have.
