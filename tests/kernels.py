@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
-from fa_ops.call.call import MERGE_INTO, Call
 from fa_ops.call.options import Cache
+from fa_ops.ops import merge
 from fa_ops.testing.caches import CacheCase
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,7 +47,7 @@ def assert_merges(backend, outs: Tensor, lses: Tensor) -> None:
     torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-6)
 
 
-def assert_merges_into(plan, dtype: torch.dtype, device: str, D: int = 16, **sum_dtype) -> None:
+def assert_merges_into(backend, dtype: torch.dtype, device: str, D: int = 16, **sum_dtype) -> None:
     """Merge one result into rows of another, (B, S, H, D) in memory, as against the reference."""
     draw = lambda *shape: torch.randn(shape, device=device)  # noqa: E731
     out = draw(2, 40, 3, D).to(sum_dtype.get("sum_dtype", dtype)).transpose(1, 2)
@@ -65,8 +65,7 @@ def assert_merges_into(plan, dtype: torch.dtype, device: str, D: int = 16, **sum
     )
     expected, expected_lse = reference.merge_states(outs, lses)
     others = out[:, :, :5].clone(), out[:, :, 38:].clone(), lse[:, :, :5].clone()
-    call = Call(MERGE_INTO, out, out, out)
-    plan(call).prepare(call)(out[:, :, rows], lse[:, :, rows], part, part_lse)
+    merge.merger_of(backend)(out[:, :, rows], lse[:, :, rows], part, part_lse)
     rtol = max(2 * torch.finfo(out.dtype).eps, 1e-5)
     torch.testing.assert_close(out[:, :, rows], expected, atol=1e-6, rtol=rtol)
     torch.testing.assert_close(lse[:, :, rows], expected_lse, atol=1e-6, rtol=1e-6)

@@ -2,7 +2,8 @@
 
 All may import `dropout`, `mask_blocks`, `quantization` and `rotary`.
 
-A backend is a module or package with three functions; `Call` and `Plan` are in `fa_ops.call.call`:
+A backend is a module or package with these functions; `Call` and `Plan` are in `fa_ops.call.call`.
+A call's facets (`is_packed`, `is_cached`, ...) say what kind it is:
 
     available_error() -> str | None
         why it cannot run on this machine at all
@@ -15,6 +16,14 @@ A backend is a module or package with three functions; `Call` and `Plan` are in 
         here. Of the number of keys of a dense call, or of a contiguous cache, `supports` and
         `plan` may only compare with powers of two, as one plan serves a cache that grows. Nothing
         is compiled before the plan is prepared
+    append_error(call) -> str | None
+        why it cannot write the new keys of a call over a cache, and rotate its queries, for another
+        backend to attend; where it can, `append_plan(call)` is how
+    merge_error(outs) -> str | None
+        why it cannot merge partial results; where it can, it has `merge_states(outs, lses)`, and
+        `merge_into(out, lse, part, part_lse)` if it has a kernel for that
+    mask_blocks_error(mask) -> str | None
+        why it cannot summarise a mask (B, H, Sq, Sk); where it can, it has `mask_blocks(mask)`
 
 One function is optional: `is_for_this_gpu() -> bool` tells whether the backend would run on this
 machine's GPU if all that it needs were installed. Where it is missing, the first call that another

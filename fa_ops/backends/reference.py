@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout, quantization
-from fa_ops.backends.mask_blocks import mask_blocks
-from fa_ops.call.call import APPEND, MASK_BLOCKS, QUANTIZED, Call, Plan, general, plan_by_kind
+from fa_ops.backends.mask_blocks import mask_blocks  # noqa: F401 - for fa::mask_blocks
+from fa_ops.call.call import Call, Plan, general, general_plan
 from fa_ops.call.options import Cache, Gradients, Packing, Quantization, Spec, default_scale
 
 
@@ -429,18 +429,29 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 def supports(call: Call) -> str | None:
     """Why the oracle cannot run the call, or None."""
-    return "appends and attends in one call" if call.kind == APPEND else None
+    return None
 
 
 def plan(call: Call) -> Plan:
     """The plan of a call on the oracle."""
-    if call.kind == QUANTIZED:
+    if call.is_quantized:
         return general("8-bit forward", quantized_forward)
-    if call.kind == MASK_BLOCKS:
-        return Plan("mask blocks", lambda call: mask_blocks)
-    return plan_by_kind(
-        call, forward, backward, varlen_forward, varlen_backward, cache_forward, merge_states
-    )
+    return general_plan(call, forward, backward, varlen_forward, varlen_backward, cache_forward)
+
+
+def append_error(call: Call) -> str | None:
+    """Why the oracle cannot write new keys for a backend."""
+    return "appends and attends in one call"
+
+
+def merge_error(outs: Tensor) -> str | None:
+    """Return None: all states can be merged."""
+    return None
+
+
+def mask_blocks_error(mask: Tensor) -> str | None:
+    """Return None: every mask can be summarised."""
+    return None
 
 
 def available_error() -> str | None:

@@ -23,6 +23,7 @@ from fa_ops.bench import options, report
 from fa_ops.bench.sweep import grad_out
 from fa_ops.bench.timing import Run, Time, host_times
 from fa_ops.call.call import DENSE, Call, Saved
+from fa_ops.call.options import NO_OPERANDS, Options
 from fa_ops.plans import dispatch, planning
 
 SHAPE = (1, 8, 64, 64)
@@ -40,15 +41,17 @@ def runs(device: str, shape: tuple[int, ...] = SHAPE) -> dict[str, Run]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> dict[str, Run]:
-    call = planning.normalised(Call(DENSE, q, k, v))
-    module, plan = dispatch.choose(call), planning.plan_of(call)
+    call = planning.normalised(Call.of(q, k, v))
+    scalars = DENSE.scalars(Options())
+    module = dispatch.choose(call)
+    plan = planning.plan_of(DENSE, q, k, v, NO_OPERANDS, scalars)
     operator = torch.ops.fa.attention.default
 
     def run(call: Callable[[], object], kernel: SDPBackend | None = None) -> Run:
         return Run(lambda _: call(), context=lambda: _context(False, kernel))
 
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    key_of, scalars = planning.key_of, planning.scalars_of(call)
+    key_of = planning.key_of
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     ends = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * q.shape[2]
     sdpa = lambda: F.scaled_dot_product_attention(q, k, v)  # noqa: E731
@@ -59,9 +62,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> d
         "fa_ops.attention_varlen": run(lambda: fa_ops.attention_varlen(*packed, ends, ends)),
         "  inside: torch.ops.fa.attention": run(lambda: operator(q, k, v)),
         "  inside: planning": run(
-            lambda: planning.prepared(key_of(DENSE, q, k, v, call.tensors, scalars))
+            lambda: planning.prepared(key_of(DENSE, q, k, v, call.operands, scalars))
         ),
-        f"  inside: backend {_name(module)}": run(lambda: plan.run(q, k, v, call.tensors)),
+        f"  inside: backend {_name(module)}": run(lambda: plan.run(q, k, v, call.operands)),
         **{name: run(sdpa, kernel) for name, kernel in peers.items()},
         "torch.empty_like": run(lambda: torch.empty_like(q)),
     }
@@ -83,9 +86,9 @@ def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> 
     out, lse = fa_ops.attention(q, k, v, return_lse=True)
     saved = grad_out(out), None, q, k, v, out, lse
     given = Saved(saved[0], None, out, lse)
-    call = planning.normalised(Call(DENSE, q, k, v, saved=given))
-    module, scalars = dispatch.choose(call), planning.scalars_of(call)
-    plan = planning.prepared_backward(call, scalars, q, k, v, call.tensors, given)
+    call = planning.normalised(Call.of(q, k, v, saved=given))
+    module, scalars = dispatch.choose(call), DENSE.scalars(Options())
+    plan = planning.prepared_backward(DENSE, Options(), scalars, q, k, v, NO_OPERANDS, given)
     sdpa = F.scaled_dot_product_attention
     return {
         f"fa_ops.attention{TRAINING}": training(fa_ops.attention),
@@ -93,7 +96,7 @@ def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> 
             lambda _: operator(*saved), context=torch.no_grad
         ),
         f"  inside: backend {_name(module)}, backward": Run(
-            lambda _: plan.run(*saved, call.tensors), context=torch.no_grad
+            lambda _: plan.run(*saved, call.operands), context=torch.no_grad
         ),
         **{f"{name}{TRAINING}": training(sdpa, kernel) for name, kernel in peers.items()},
         f"torch.addcmul{TRAINING}": training(torch.addcmul),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import cache_memory, checks
-from fa_ops.call.call import CACHED, Call
+from fa_ops.call.call import Call
 from fa_ops.call.checks import FP8, need
 from fa_ops.call.options import Cache, Operands, Packing, Spec
 
@@ -51,7 +51,7 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool
         for name, t in (("key_cache", k), ("value_cache", v)):
             message = "{} is written to, so no two of its elements may share memory, got strides {}"
             need(not cache_memory.has_overlaps(t), message, name, t.stride())
-        cache_memory.check(k, v, Call(CACHED, q, k, v, spec, cache=cache).tensors)
+        cache_memory.check(k, v, Call.of(q, k, v, spec, cache=cache).operands)
 
 
 def pages(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> None:

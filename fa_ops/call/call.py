@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,26 +14,74 @@ from fa_ops.call.options import (
     Cache,
     Operands,
     OperandSet,
+    Options,
     Packing,
     Quantization,
     Spec,
     new_operands,
 )
 
-# The kinds of calls.
-DENSE = "dense"  # (B, H, S, D) tensors
-PACKED = "packed"  # (T, H, D) tokens of sequences that follow one another
-CACHED = "cached"  # queries against a key-value cache, which new keys and values may extend
-PAGED = "paged"  # (T, H, D) tokens of sequences whose keys are in pages
-APPEND = "append"  # writes the new keys and values of a cached call, and rotates its queries
-QUANTIZED = "quantized"  # (B, H, S, D) tensors whose products are of 8-bit numbers
-QUANTIZED_PACKED = "packed quantized"  # the same of packed sequences, whose keys may be in pages
-MERGE = "merge"  # partial results over disjoint keys; query, key and value are its `outs`
-MASK_BLOCKS = "mask blocks"  # of a mask, which is all three of query, key and value
-MERGE_INTO = "merge into"  # one such result into another, in place; all three are its `out`
+
+class Signature:
+    """The operands and options that the calls of one function may have, and what is true of all.
+
+    A call repeated is described by two tuples in this order, `operands.select` of its operands and
+    `scalars` of its options, from which `call` makes it.
+    """
+
+    def __init__(
+        self, name: str, operands: Sequence[str], options: Sequence[str] = (),
+        required: Sequence[str] = (), **fixed: bool,
+    ) -> None:  # fmt: skip
+        self.name, self.operands, self._fixed = name, OperandSet(operands), fixed
+        self.required = tuple(required)  # operands that every call has
+        self.options = (*Options._fields[: Options._fields.index("backend") + 1], *options)
+        self._select = itemgetter(*map(Options._fields.index, self.options))
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def scalars(self, options: Options) -> tuple:
+        """The options of a call in this order."""
+        return self._select(options)
+
+    def call(
+        self, query: Tensor | None, key: Tensor | None, value: Tensor | None, operands: Operands,
+        scalars: tuple,
+    ) -> Call:  # fmt: skip
+        """The call with these operands and options."""
+        return Call(
+            query, key, value, operands, Options(**dict(zip(self.options, scalars)), **self._fixed)
+        )
 
 
-_NO_CACHE, _NO_SCALES = Cache(), Quantization()
+_LONGEST = ("max_seqlen_q", "max_seqlen_k")
+_SCALES = ("q_scale", "k_scale", "v_scale")
+DENSE = Signature("dense", Operands._fields[:7])  # (B, H, S, D) tensors
+PACKED = Signature(  # (T, H, D) tokens of sequences that follow one another
+    "packed",
+    ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks", "kv_lens", "dropout_seed"),
+    _LONGEST, ("cu_seqlens_q",), packed=True,
+)  # fmt: skip
+CACHED = Signature(  # queries against a key-value cache, which new keys and values may extend
+    "cached",
+    ("kv_lens", "page_table", "key_ranges", "alibi_slopes", "sinks", "new_key", "new_value",
+     "k_scale", "v_scale", "rotary_cos", "rotary_sin", "unified_max"),
+    ("rotary_interleaved", "num_splits", "batch_invariant"), ("kv_lens",),
+    over_cache=True,
+)  # fmt: skip
+PAGED = Signature(  # (T, H, D) tokens of sequences whose keys are in pages
+    "paged", ("cu_seqlens_q", "kv_lens", "page_table", "alibi_slopes", "sinks"), packed=True
+)
+QUANTIZED = Signature(  # (B, H, S, D) tensors whose products are of 8-bit numbers
+    "quantized", ("sinks", "kv_lens", "key_ranges", *_SCALES),
+    ("qk_dtype", "smooth_key", "rotate"), eight_bits=True,
+)  # fmt: skip
+QUANTIZED_PACKED = Signature(  # the same of packed sequences, whose keys may be in pages
+    "packed quantized",
+    ("cu_seqlens_q", "cu_seqlens_k", "page_table", "sinks", "kv_lens", *_SCALES),
+    _LONGEST, ("cu_seqlens_q",), eight_bits=True, packed=True, smooth_key=False,
+)  # fmt: skip
 
 
 class Saved(NamedTuple):
@@ -46,140 +94,201 @@ class Saved(NamedTuple):
     mask_grad: bool = False
 
 
-OPERANDS_OF = {
-    DENSE: OperandSet(Operands._fields[:7]),
-    PACKED: OperandSet(
-        ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks", "kv_lens", "dropout_seed")
-    ),
-    CACHED: OperandSet(
-        ("kv_lens", "page_table", "key_ranges", "alibi_slopes", "sinks", "new_key", "new_value",
-         "k_scale", "v_scale", "rotary_cos", "rotary_sin", "unified_max")
-    ),
-    PAGED: OperandSet(("cu_seqlens_q", "kv_lens", "page_table", "alibi_slopes", "sinks")),
-    QUANTIZED: OperandSet(("sinks", "kv_lens", "key_ranges", "q_scale", "k_scale", "v_scale")),
-    QUANTIZED_PACKED: OperandSet(
-        ("cu_seqlens_q", "cu_seqlens_k", "page_table", "sinks", "kv_lens", "q_scale", "k_scale",
-         "v_scale")
-    ),
-}  # fmt: skip
-"""The operands that the calls of a kind may have."""
-
-
 class Call(NamedTuple):
-    """A call of one kind. Its backward pass is a call of its own, with `saved`."""
+    """A call of attention. Its backward pass is a call of its own, with `saved`."""
 
-    kind: str
     query: Tensor | None
     key: Tensor | None
     value: Tensor | None
-    spec: Spec = Spec()
-    packing: Packing | None = None
-    cache: Cache | None = None
+    operands: Operands = NO_OPERANDS
+    options: Options = Options()
     saved: Saved | None = None
     backend: str = "auto"  # the name that the caller asked for
-    quantization: Quantization | None = None
 
     @property
-    def tensors(self) -> Operands:
-        """The tensors besides query, key and value; `NO_OPERANDS` itself where there are none."""
-        spec, packing, cache, quantization = self.spec, self.packing, self.cache, self.quantization
-        if packing is cache is quantization is None:
-            return spec.tensors
-        scales = quantization or cache or _NO_SCALES
-        ends_q, ends_k, *_ = packing or (None, None)
-        cache = cache or _NO_CACHE
-        return new_operands((
-            spec.attn_mask, spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges,
-            spec.dropout_seed, spec.mask_blocks, ends_q, ends_k, cache.page_table, cache.key,
-            cache.value, quantization and quantization.q_scale, scales.k_scale, scales.v_scale,
-            cache.rotary_cos, cache.rotary_sin, cache.unified_max,
-        ))  # fmt: skip
+    def is_packed(self) -> bool:
+        """Whether query is (T, H, D), tokens of sequences that follow one another."""
+        return self.options.packed
 
-    def with_tensors(self, operands: Operands) -> Call:
-        """The call with other tensors besides query, key and value."""
-        spec, packing, cache, quantization = self.options_with(operands)
-        return self._replace(spec=spec, packing=packing, cache=cache, quantization=quantization)
+    @property
+    def is_cached(self) -> bool:
+        """Whether query is (B, H, S, D), and key and value a cache of which kv_lens are used."""
+        return self.options.over_cache
 
-    def without_tensors(self) -> Call:
-        """The call's options alone, which may be kept."""
-        options = self._replace(query=None, key=None, value=None, saved=None)
-        return options if self.tensors is NO_OPERANDS else options.with_tensors(NO_OPERANDS)
+    @property
+    def is_paged(self) -> bool:
+        """Whether key and value are pages (pages, page_size, Hkv, D)."""
+        return self.operands.page_table is not None
 
-    def options_with(
-        self, operands: Operands
-    ) -> tuple[Spec, Packing | None, Cache | None, Quantization | None]:
-        """spec, packing, cache and quantization of this call with other tensors."""
-        t, packing, cache, quantization = operands, self.packing, self.cache, self.quantization
-        if packing is not None:
-            packing = Packing(
-                t.cu_seqlens_q, t.cu_seqlens_k, packing.max_seqlen_q, packing.max_seqlen_k
-            )
-        if cache is not None and quantization is not None:
-            cache = Cache(t.page_table)
-        elif cache is not None:
-            cache = Cache(
-                t.page_table, t.new_key, t.new_value, t.k_scale, t.v_scale, t.rotary_cos,
-                t.rotary_sin, cache.rotary_interleaved, cache.num_splits, cache.batch_invariant,
-                t.unified_max,
-            )  # fmt: skip
-        if quantization is not None:
-            quantization = Quantization(t.q_scale, t.k_scale, t.v_scale, *quantization[3:])
-        return self.spec.with_tensors(t), packing, cache, quantization
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the products are of 8-bit numbers."""
+        return self.options.eight_bits
 
-    def arguments_with(self, operands: Operands) -> tuple:
-        """The arguments of backends' functions after query, key and value."""
-        if self.packing is self.cache is self.quantization is None:
-            return (self.spec if operands is NO_OPERANDS else self.spec.with_tensors(operands),)
-        spec, packing, cache, quantization = self.options_with(operands)
-        return (packing if packing is not None else cache or quantization), spec
+    @property
+    def is_dense(self) -> bool:
+        """Whether all three are (B, H, S, D), and nothing above is true."""
+        t, o = self.operands, self.options
+        return t.page_table is None and not (o.packed or o.over_cache or o.eight_bits)
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the call is a backward pass."""
+        return self.saved is not None
+
+    @property
+    def writes_cache(self) -> bool:
+        """Whether new keys are appended, or anything is rotated, before the call attends."""
+        operands = self.operands
+        return operands.new_key is not None or operands.rotary_cos is not None
+
+    @property
+    def signature(self) -> Signature:
+        """The signature of the function whose call it is."""
+        t, o = self.operands, self.options
+        if o.eight_bits:
+            return QUANTIZED_PACKED if o.packed else QUANTIZED
+        if o.over_cache:
+            return CACHED
+        if o.packed:
+            return PACKED if t.page_table is None else PAGED
+        return DENSE
 
     @property
     def num_keys(self) -> int:
         """Keys of a row of the batch, or all tokens of a packed call; the capacity of a cache."""
-        if self.kind in (PACKED, QUANTIZED_PACKED) and self.cache is None:
-            return self.key.shape[0]
-        if self.cache is not None and self.cache.page_table is not None:
-            return self.cache.page_table.shape[1] * self.key.shape[1]
-        return self.key.shape[2]
+        table = self.operands.page_table
+        if table is not None:
+            return table.shape[1] * self.key.shape[1]
+        return self.key.shape[0 if self.is_packed else 2]
 
     @property
     def is_empty(self) -> bool:
         """Whether there are no queries or no keys, and nothing to write."""
         q, k = self.query, self.key
-        if self.kind != CACHED:
+        if not self.options.over_cache:
             return not (q.numel() and k.numel())
-        table = self.cache.page_table
+        table = self.operands.page_table
         has_room = k.numel() > 0 and (table is None or table.numel() > 0)
-        return not has_room or (self.cache.key is None and not q.numel())
+        return not has_room or (self.operands.new_key is None and not q.numel())
 
-    @property
-    def writes_cache(self) -> bool:
-        """Whether new keys are appended, or anything is rotated, before the call attends."""
-        cache = self.cache
-        return cache is not None and (cache.key is not None or cache.rotary_cos is not None)
+    def without_tensors(self) -> Call:
+        """The call's options alone, which may be kept."""
+        return Call(None, None, None, NO_OPERANDS, self.options, None, self.backend)
 
     def without_new(self) -> Call:
         """The call that remains once the new keys and values are in the cache."""
-        spec, new = self.spec, self.cache.key
-        if new is not None:
-            spec = spec._replace(kv_lens=spec.kv_lens + new.shape[2])
-        return self.read_only()._replace(spec=spec)
+        rest, new = self.read_only(), self.operands.new_key
+        if new is None:
+            return rest
+        kv_lens = rest.operands.kv_lens + new.shape[2]
+        return rest._replace(operands=rest.operands._replace(kv_lens=kv_lens))
 
     def read_only(self) -> Call:
         """The call that attends the same cache, writes nothing and has the same lengths."""
-        cache = self.cache
-        rest = cache._replace(key=None, value=None, rotary_cos=None, rotary_sin=None)
-        return self._replace(kind=CACHED, cache=rest)
+        return self._replace(
+            operands=self.operands._replace(
+                new_key=None, new_value=None, rotary_cos=None, rotary_sin=None
+            )
+        )
+
+    # Arguments of backends' functions, which take those of a call that they need in groups.
+
+    @property
+    def spec(self) -> Spec:
+        """The operands and options of every call."""
+        t, o = self.operands, self.options
+        return Spec(
+            t.attn_mask, o.dropout_p, o.is_causal, o.scale, o.window_left, o.window_right,
+            o.softcap, t.alibi_slopes, t.sinks, t.kv_lens, t.key_ranges, t.dropout_seed,
+            o.deterministic, o.backend, t.mask_blocks,
+        )  # fmt: skip
+
+    @property
+    def packing(self) -> Packing | None:
+        """The borders and longest lengths of packed sequences."""
+        o, t = self.options, self.operands
+        if not o.packed:
+            return None
+        return Packing(t.cu_seqlens_q, t.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k)
+
+    @property
+    def cache(self) -> Cache | None:
+        """What calls over a cache have, and the page table of packed calls."""
+        o, t = self.options, self.operands
+        if o.over_cache:
+            return Cache(
+                t.page_table, t.new_key, t.new_value, t.k_scale, t.v_scale, t.rotary_cos,
+                t.rotary_sin, o.rotary_interleaved, o.num_splits, o.batch_invariant, t.unified_max,
+            )  # fmt: skip
+        return None if t.page_table is None else Cache(t.page_table)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """What calls whose products are of 8-bit numbers have."""
+        o, t = self.options, self.operands
+        if not o.eight_bits:
+            return None
+        return Quantization(t.q_scale, t.k_scale, t.v_scale, o.qk_dtype, o.smooth_key, o.rotate)
+
+    @property
+    def arguments(self) -> tuple:
+        """The arguments of backends' functions after query, key and value."""
+        o = self.options
+        if o.packed:
+            return self.packing, self.spec
+        if o.eight_bits:
+            return self.quantization, self.spec
+        return (self.cache, self.spec) if o.over_cache else (self.spec,)
+
+    @classmethod
+    def of(
+        cls, query: Tensor | None, key: Tensor | None, value: Tensor | None,
+        spec: Spec = Spec(),  # noqa: B008 - a tuple
+        packing: Packing | None = None, cache: Cache | None = None, saved: Saved | None = None,
+        backend: str = "auto", quantization: Quantization | None = None,
+    ) -> Call:  # fmt: skip
+        """The call with these groups of arguments."""
+        arguments = spec._asdict() | (packing._asdict() if packing else {})
+        arguments["packed"] = packing is not None
+        if cache is not None:
+            more = cache._asdict()
+            more |= {"new_key": more.pop("key"), "new_value": more.pop("value")}
+            arguments |= more | {"over_cache": packing is None}
+        if quantization is not None:
+            arguments |= quantization._asdict() | {"eight_bits": True}
+        call = attention_call(query, key, value, saved=saved, **arguments)
+        return call._replace(backend=backend)
+
+
+def attention_call(
+    query: Tensor | None, key: Tensor | None, value: Tensor | None, /, *,
+    saved: Saved | None = None, **arguments: Any,
+) -> Call:  # fmt: skip
+    """The call with these operands and options, by name.
+
+    `backend` is what the call's `backend` is, and what its options say unless it is "auto".
+
+    Raises:
+        TypeError: an argument is neither an operand nor an option.
+    """
+    backend = arguments.get("backend") or "auto"
+    operands = {n: arguments.pop(n) for n in Operands._fields if n in arguments}
+    options = {n: arguments.pop(n) for n in Options._fields if n in arguments}
+    if arguments:
+        raise TypeError(f"calls of attention have no argument {next(iter(arguments))!r}")
+    given = any(t is not None for t in operands.values())
+    return Call(
+        query, key, value, Operands(**operands) if given else NO_OPERANDS, Options(**options),
+        saved, backend,
+    )  # fmt: skip
 
 
 # Forward: run(query, key, value, operands, with_lse) -> (out, lse), where lse may be None if not
 #     with_lse.
 # Backward: run(grad_out, grad_lse, query, key, value, out, lse, operands) -> Gradients, or a tuple
 #     in their order that may end after the gradient of value.
-# APPEND: run(query, key, value, operands) -> (query, kv_lens with the new keys).
-# MERGE: run(outs, lses) -> (out, lse).
-# MERGE_INTO: run(out, lse, part, part_lse) -> None, which writes out and lse.
-# MASK_BLOCKS: run(mask) -> mask_blocks.
+# Append: run(query, key, value, operands) -> (query, kv_lens with the new keys).
 Run = Callable[..., Any]
 
 
@@ -195,7 +304,7 @@ def decoding(plan: Plan) -> Plan:
     """The plan of dense calls with few queries, given one of cached calls."""
 
     def prepare(call: Call) -> Run:
-        return plan.prepare(call._replace(kind=CACHED, cache=Cache()))
+        return plan.prepare(call._replace(options=call.options._replace(over_cache=True)))
 
     return Plan(plan.kernel, prepare)
 
@@ -207,7 +316,7 @@ def append_then_attend(writer: Plan, attend: Plan, name: str = "") -> Plan:
     """
 
     def prepare(call: Call) -> Run:
-        write, rest, cos = writer.prepare(call), call.read_only(), call.cache.rotary_cos
+        write, rest, cos = writer.prepare(call), call.read_only(), call.operands.rotary_cos
         if cos is not None and cos.shape[1]:  # rotated queries are a tensor of their own
             rest = rest._replace(query=rest.query.new_empty(rest.query.shape))
         run = attend.prepare(rest)
@@ -233,55 +342,47 @@ _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 def general(kernel: str, function: Callable) -> Plan:
     """The plan that calls a backend's function of all arguments.
 
-    Forward functions are `function(query, key, value, [packing, cache or quantization,] spec) ->
-    (out, lse)`,
-    backward ones `function(grad_out, grad_lse, query, key, value, out, lse, [packing,] spec,
-    [mask_grad])`.
+    Forward functions are `function(query, key, value, *call.arguments) -> (out, lse)`, backward
+    ones `function(grad_out, grad_lse, query, key, value, out, lse, *call.arguments, [mask_grad])`.
     """
 
     def prepare(call: Call) -> Run:
         options, mask_grad = call.without_tensors(), ()
+        plain = options.arguments  # of calls without operands
+
+        def arguments(operands: Operands) -> tuple:
+            return (
+                plain if operands is NO_OPERANDS else options._replace(operands=operands).arguments
+            )
+
         if call.saved is not None:
             mask_grad = (True,) if call.saved.mask_grad else ()
             return lambda grad_out, grad_lse, q, k, v, out, lse, operands: function(
                 *_dense_rows(grad_out, grad_lse, q, k, v, out, lse),
-                *options.arguments_with(operands),
+                *arguments(operands),
                 *mask_grad,
             )
 
         def run(q, k, v, operands, with_lse=True):
             # views of what a function allocates are no views to its caller
             with _below_autograd():
-                return function(q, k, v, *options.arguments_with(operands))
+                return function(q, k, v, *arguments(operands))
 
         return run
 
     return Plan(kernel, prepare)
 
 
-def plan_by_kind(
+def general_plan(
     call: Call, forward: Callable, backward: Callable, varlen_forward: Callable,
-    varlen_backward: Callable, cache_forward: Callable, merge_states: Callable,
+    varlen_backward: Callable, cache_forward: Callable,
 ) -> Plan:  # fmt: skip
-    """The plan of a backend that has one function for each kind of call."""
-    if call.kind == MERGE:
-        return Plan("merge", lambda call: merge_states)
-    if call.kind == MERGE_INTO:
-        return Plan("merge", lambda call: functools.partial(_merge_into, merge_states))
-    if call.kind == CACHED:
+    """The plan of a backend that has one function for each group of arguments."""
+    if call.is_cached:
         return general("cache", cache_forward)
-    if call.saved is not None:
-        return general("backward", backward if call.kind == DENSE else varlen_backward)
-    return general("forward", forward if call.kind == DENSE else varlen_forward)
-
-
-def _merge_into(
-    merge_states: Callable, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor
-) -> None:
-    outs = torch.stack((out, part.to(out.dtype)))
-    merged, merged_lse = merge_states(outs, torch.stack((lse, part_lse)))
-    out.copy_(merged)
-    lse.copy_(merged_lse)
+    if call.is_backward:
+        return general("backward", varlen_backward if call.is_packed else backward)
+    return general("forward", varlen_forward if call.is_packed else forward)
 
 
 def _dense_rows(grad_out, grad_lse, q, k, v, out, lse) -> tuple[Tensor | None, ...]:

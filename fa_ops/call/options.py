@@ -53,7 +53,7 @@ class Spec(NamedTuple):
     mask_blocks: Tensor | None = None  # int32, of `mask_blocks_shape`: what attn_mask may skip
 
     @property
-    def tensors(self) -> Operands:
+    def operands(self) -> Operands:
         """The optional tensors; `NO_OPERANDS` itself where there are none."""
         mask, slopes, sinks, lens = self.attn_mask, self.alibi_slopes, self.sinks, self.kv_lens
         ranges, seed = self.key_ranges, self.dropout_seed
@@ -61,7 +61,7 @@ class Spec(NamedTuple):
             return NO_OPERANDS
         return Operands(mask, slopes, sinks, lens, ranges, seed, self.mask_blocks)
 
-    def with_tensors(self, operands: Operands) -> Spec:
+    def with_operands(self, operands: Operands) -> Spec:
         """The same options with other optional tensors."""
         return Spec(
             operands.attn_mask, self.dropout_p, self.is_causal, self.scale, self.window_left,
@@ -141,21 +141,29 @@ def operand_set(operands: Operands) -> OperandSet:
     return _operand_set(tuple([n for n, t in zip(Operands._fields, operands) if t is not None]))
 
 
-class Scalars(NamedTuple):
-    """The scalar options of every kind of call, in the order of the tuples that planning keys.
+class Options(NamedTuple):
+    """Every scalar that a call may have. Those up to `backend` are of every function."""
 
-    Repeated calls make plain tuples of them, which is faster. In these, scalars of one kind of call
-    alone follow.
-    """
-
-    is_causal: bool = False
+    is_causal: bool = False  # aligned at the bottom right
     dropout_p: float = 0.0
-    scale: float | None = None
-    window_left: int = -1
+    scale: float | None = None  # None: 1/sqrt(D)
+    window_left: int = -1  # keys to the left of the diagonal that stay visible; -1: all
     window_right: int = -1
-    softcap: float = 0.0
-    deterministic: bool = False
-    backend: str | None = None
+    softcap: float = 0.0  # 0: off
+    deterministic: bool = False  # bitwise repeatable backward
+    backend: str | None = None  # None: the current default
+    # of packed sequences; None: the number of tokens, a safe upper bound
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    rotary_interleaved: bool = False  # pairs are (0, 1), (2, 3), ...; else (0, R / 2), ...
+    num_splits: int = 0  # number of splits of each row's keys; 0: chosen by the backend
+    batch_invariant: bool = False  # a row's bits do not depend on the rest of the batch
+    qk_dtype: torch.dtype | None = None  # of quantised query and key; None: int8
+    smooth_key: bool = True  # subtract the mean of the keys, which no weight depends on
+    rotate: bool = False  # rotate the features of query and key alike
+    packed: bool = False  # query is (T, H, D), tokens of sequences that follow one another
+    over_cache: bool = False  # key and value are a cache
+    eight_bits: bool = False  # the products are of 8-bit numbers
 
 
 UNBOUNDED = 2**31 - 1  # a window this wide excludes no key

@@ -7,57 +7,67 @@ values are checked in `checks`.
 from __future__ import annotations
 
 import numbers
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa_ops.call import backend_option
-from fa_ops.call.options import Operands, Packing, Spec, bounded, dtype_name
+from fa_ops.call.call import CACHED, Call, Signature
+from fa_ops.call.options import Operands, Packing, bounded, dtype_name
 from fa_ops.tracing import can_read, is_compiling, is_differentiated, is_traced_by_dynamo
 
 Window = tuple[int | None, int | None]
 
-_KEYWORD_TENSORS = frozenset(Operands._fields) & frozenset(Spec._fields) - {"attn_mask"}
+_NAMES = ("query", "key", "value")
+_FLAGS = (
+    "is_causal", "deterministic", "rotary_interleaved", "batch_invariant", "smooth_key", "rotate"
+)  # fmt: skip
 _SHOWN = {"new_key": "key", "new_value": "value"}  # the names of operands in public functions
 _INT = (int, torch.SymInt, numbers.Integral)
 _BOOL = (bool, torch.SymBool)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
-def checked_options(
-    query: Tensor, key: Tensor, value: Tensor, tensors: Operands, scalars: tuple
-) -> dict[str, Any]:
-    """The operators' keyword arguments that differ from their defaults, types checked.
+def checked_call(
+    signature: Signature, query: Tensor, key: Tensor, value: Tensor, operands: Operands,
+    scalars: tuple,
+) -> Call:  # fmt: skip
+    """The call with these arguments, the types of Python values checked.
 
-    `scalars` begins with those of `Scalars`, the window's sides from `sides`.
+    Numbers are floats and ints afterwards, and the backend is the one that is chosen now.
     """
-    is_causal, _, scale, left, right, softcap, deterministic, backend, *_ = scalars
-    for name, t in (("query", query), ("key", key), ("value", value)):
+    names = ("query", "key_cache", "value_cache") if signature is CACHED else _NAMES
+    for name, t in zip(names, (query, key, value)):
         need_tensor(name, t)
-    need_bool("is_causal", is_causal)
-    options: dict[str, Any] = {}
-    if scale is not None:
-        options["scale"] = need_number("scale", scale)
-    if left != -1 or right != -1:
-        options["window_left"], options["window_right"] = left, right
-    softcap = need_number("softcap", softcap)
-    if softcap != 0.0:
-        options["softcap"] = softcap
-    for name, t in zip(tensors._fields, tensors):
-        if t is not None:
+    for name, t in zip(Operands._fields, operands):
+        if t is not None or name in signature.required:
             need_tensor(_SHOWN.get(name, name), t)
-            if name in _KEYWORD_TENSORS:
-                options[name] = t
-    if deterministic is not False:
-        need_bool("deterministic", deterministic)
-        options["deterministic"] = True
-    if backend is None:
-        backend = backend_option.chosen()
-    if backend is not None:
-        backend_option.check_name(backend)
-        options["backend"] = backend
-    return options
+    if operands.cu_seqlens_q is not None and operands.page_table is None:
+        need_tensor("cu_seqlens_k", operands.cu_seqlens_k)
+    if (operands.new_key is None) != (operands.new_value is None):
+        raise ValueError("key and value must be given together")
+    given = dict(zip(signature.options, scalars))
+    for name in _FLAGS:
+        if name in given:
+            need_bool(name, given[name])
+    if given["scale"] is not None:
+        given["scale"] = need_number("scale", given["scale"])
+    given["softcap"] = need_number("softcap", given["softcap"])
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        if given.get(name) is not None:
+            given[name] = need_int(name, given[name], "an int or None")
+    if "num_splits" in given:
+        given["num_splits"] = need_int("num_splits", given["num_splits"])
+    dtype = given.get("qk_dtype")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"qk_dtype must be a torch.dtype, got {dtype!r}")
+    if given["backend"] is None:
+        given["backend"] = backend_option.chosen()
+    if given["backend"] is not None:
+        backend_option.check_name(given["backend"])
+    return signature.call(
+        query, key, value, operands, tuple([given[name] for name in signature.options])
+    )
 
 
 def checked_packing(
@@ -65,12 +75,10 @@ def checked_packing(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    is_paged: bool = False,
 ) -> Packing:
-    """The packing of a call, types checked; of pages without `cu_seqlens_k`."""
+    """The packing of a call, types checked."""
     need_tensor("cu_seqlens_q", cu_seqlens_q)
-    if not is_paged:
-        need_tensor("cu_seqlens_k", cu_seqlens_k)
+    need_tensor("cu_seqlens_k", cu_seqlens_k)
     if max_seqlen_q is not None:
         max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
     if max_seqlen_k is not None:

@@ -12,10 +12,10 @@ from torch.nn import Parameter
 
 from fa_ops.call import backend_option, checks
 from fa_ops.call.call import DENSE, Call
-from fa_ops.call.options import Operands, Scalars, Spec, dtype_name
+from fa_ops.call.options import Operands, Spec, dtype_name, keywords
 from fa_ops.call.python_types import (
     Window,
-    checked_options,
+    checked_call,
     need_bool,
     need_number,
     need_tensor,
@@ -39,7 +39,7 @@ from fa_ops.plans import dispatch, planning
 SCHEMES = ("auto", "ring", "ulysses", "all_gather")
 
 
-class Options(NamedTuple):
+class ParallelOptions(NamedTuple):
     """The options of a call, as the user gave them."""
 
     scheme: str = "auto"
@@ -73,7 +73,7 @@ class CheckedCall(NamedTuple):
     """A checked call."""
 
     problem: StepProblem
-    options: Options
+    options: ParallelOptions
     text: str  # describes the call; equal on all processes
     kept: dict  # what calls that are alike share
 
@@ -94,7 +94,7 @@ def error_of_flags(**flags: object) -> TypeError | None:
 
 
 def checked(
-    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options
+    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: ParallelOptions
 ) -> CheckedCall:
     """Check a call by what this process alone can know; once for calls that are alike.
 
@@ -123,7 +123,7 @@ def checked(
 
 
 def _alike(
-    q: object, k: object, v: object, groups: tuple[Members, ...], options: Options
+    q: object, k: object, v: object, groups: tuple[Members, ...], options: ParallelOptions
 ) -> tuple | None:
     """What calls have in common that are checked alike; None where that is not known."""
     tensors = (q, k, v, options.alibi_slopes, options.sinks)
@@ -152,7 +152,7 @@ def _alike(
 
 
 def _checked(
-    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options
+    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: ParallelOptions
 ) -> CheckedCall:
     for name, t in (("query", query), ("key", key), ("value", value)):
         if need_tensor(name, t).dim() != 4:
@@ -185,7 +185,7 @@ def _named(query: Tensor, key: Tensor) -> tuple:
     return ("query", query), ("key", key)
 
 
-def _check_scheme(options: Options, groups: tuple[Members, ...], query: Tensor) -> None:
+def _check_scheme(options: ParallelOptions, groups: tuple[Members, ...], query: Tensor) -> None:
     scheme = options.scheme
     if scheme not in SCHEMES:
         raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
@@ -227,16 +227,16 @@ def _layout(layout: str | SequenceLayout, name: str, local: int, size: int) -> S
     return zigzag_layout(local * size, size)
 
 
-def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Options) -> None:
+def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: ParallelOptions) -> None:
     """Raise the operator's own errors for the call over the whole sequence."""
     tensors = Operands(
         None, options.alibi_slopes, options.sinks, options.kv_lens, options.key_ranges
     )
-    scalars = Scalars(
+    scalars = (
         options.is_causal, options.dropout_p, options.scale, *options.sides, options.softcap,
         options.deterministic, options.backend,
     )  # fmt: skip
-    given = checked_options(q, k, v, tensors, scalars)
+    given = keywords(checked_call(DENSE, q, k, v, tensors, scalars).spec)
     if not 0.0 <= need_number("dropout_p", options.dropout_p) < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {options.dropout_p}")
     checks.contiguous_rows(query=q, key=k, value=v)
@@ -268,7 +268,7 @@ def _whole(x: Tensor, size: int) -> Tensor:
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
-def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: ParallelOptions) -> None:
     """Raise NotImplementedError unless a backend supports such calls on this device."""
     left, right = options.sides
     spec = Spec(
@@ -284,10 +284,10 @@ def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
         or options.cu_seqlens is not None
     ):
         spec = spec._replace(key_ranges=torch.zeros(1, 1, 1, 2, dtype=torch.int32, device=q.device))
-    dispatch.choose(planning.normalised(Call(DENSE, q, k, v, spec)))
+    dispatch.choose(planning.normalised(Call.of(q, k, v, spec)))
 
 
-def _check_documents(q: Tensor, k: Tensor, size: int, options: Options) -> None:
+def _check_documents(q: Tensor, k: Tensor, size: int, options: ParallelOptions) -> None:
     ends = need_tensor("cu_seqlens", options.cu_seqlens)
     tokens = q.shape[2] * size
     if q.shape[0] != 1:
@@ -308,7 +308,7 @@ def _check_documents(q: Tensor, k: Tensor, size: int, options: Options) -> None:
         )
 
 
-def _mask(options: Options, queries: int, keys: int) -> Mask:
+def _mask(options: ParallelOptions, queries: int, keys: int) -> Mask:
     left, right = options.sides
     ranges = on_host(options.key_ranges)
     if ranges is not None:
@@ -319,14 +319,14 @@ def _mask(options: Options, queries: int, keys: int) -> Mask:
     )  # fmt: skip
 
 
-def _text(q: Tensor, k: Tensor, v: Tensor, problem: StepProblem, options: Options) -> str:
+def _text(q: Tensor, k: Tensor, v: Tensor, problem: StepProblem, options: ParallelOptions) -> str:
     """What must be equal on all processes."""
     shapes = ", ".join(
         f"{name} {tuple(t.shape)}" for name, t in (("query", q), ("key", k), ("value", v))
     )
     tensors = {"alibi_slopes", "sinks", "kv_lens", "key_ranges", "cu_seqlens", "layout"}
     scalars = {n: x for n, x in options._asdict().items() if n not in tensors}
-    changed = [f"{n}={x}" for n, x in scalars.items() if x != Options._field_defaults[n]]
+    changed = [f"{n}={x}" for n, x in scalars.items() if x != ParallelOptions._field_defaults[n]]
     there = [n for n in ("alibi_slopes", "sinks") if getattr(options, n) is not None]
     if options.sinks is not None and options.sinks.requires_grad and torch.is_grad_enabled():
         there.append("gradient of sinks")

@@ -11,7 +11,7 @@ from torch import Tensor
 from fa_ops.call.python_types import Window
 from fa_ops.distributed import balance, handshake, ring_steps, schedule, ulysses
 from fa_ops.distributed import transport as transports
-from fa_ops.distributed.arguments import CheckedCall, Options, checked, error_of_flags
+from fa_ops.distributed.arguments import CheckedCall, ParallelOptions, checked, error_of_flags
 from fa_ops.distributed.balance import SchemeChoice
 from fa_ops.distributed.handshake import agreed_seed
 from fa_ops.distributed.layout import Members, SequenceLayout, groups_of, outside_graphs
@@ -123,7 +123,7 @@ def context_parallel_attention(
         >>> out = context_parallel_attention(q, k, v, is_causal=True)
     """
     groups = groups_of(mesh_or_group)
-    options = Options(
+    options = ParallelOptions(
         scheme, is_causal, window, scale, softcap, dropout_p, alibi_slopes, sinks, kv_lens,
         key_ranges, cu_seqlens, layout, deterministic, backend, transport,
     )  # fmt: skip
@@ -158,11 +158,11 @@ def explain_context_parallel(
     groups = groups_of(mesh_or_group)
     for name in ("check", "timeout", "return_lse"):
         options.pop(name, None)
-    unknown = [name for name in options if name not in Options._fields]
+    unknown = [name for name in options if name not in ParallelOptions._fields]
     if unknown:
         raise TypeError(f"context_parallel_attention has no argument {unknown[0]!r}")
     query, key, value = _autocast(query, key, value)
-    request = checked(query, key, value, groups, Options(scheme, **options))
+    request = checked(query, key, value, groups, ParallelOptions(scheme, **options))
     chosen = choice(query, key, value, groups, request)
     if chosen.scheme == "ulysses":
         return chosen
@@ -202,7 +202,8 @@ def measure_link_rate(
 
 
 def agreed(
-    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options,
+    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...],
+    options: ParallelOptions,
     return_lse: bool, check: bool = True, error: Exception | None = None,
     timeout: float | None = None,
 ) -> CheckedCall:  # fmt: skip

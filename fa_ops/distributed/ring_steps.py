@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
-from fa_ops.call.call import DENSE, MERGE_INTO, Call, Run, Saved
-from fa_ops.call.options import Spec, keywords
+from fa_ops.call.call import DENSE, Call, Run, Saved
+from fa_ops.call.options import Spec
 from fa_ops.distributed.layout import Segment
 from fa_ops.distributed.masks import Mask, document_of, positions
 from fa_ops.distributed.schedule import LinearBias, Parts, Step, StepCall, StepPlan, rows_of
 from fa_ops.distributed.transport import Exchange, PeerExchange, kept_keys
-from fa_ops.ops import autograd, library
+from fa_ops.ops import autograd, dense, library, merge
 from fa_ops.ops.autograd import differentiable_once
 from fa_ops.plans import planning
 
@@ -444,10 +444,11 @@ _merging: dict[tuple, Run] = {}
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """out and lse. Nothing is recorded for a gradient."""
-    if library.can_bypass_dispatcher(q, k, v, *spec.tensors):
+    call = Call.of(q, k, v, spec)
+    if library.can_bypass_dispatcher(q, k, v, *call.operands):
         with library.below_autograd():
-            return planning.run(Call(DENSE, q, k, v, spec))
-    return torch.ops.fa.attention_with_lse(q, k, v, *spec[:3], **keywords(spec))
+            return planning.run(DENSE, q, k, v, call.operands, DENSE.scalars(call.options))
+    return dense.OPERATORS.forward.run(call)
 
 
 def backward(
@@ -455,14 +456,15 @@ def backward(
     lse: Tensor, spec: Spec,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, k and v."""
-    given = grad_out, grad_lse, q, k, v, out, lse
-    if library.can_bypass_dispatcher(*given, *spec.tensors) and all(
+    given, call = (grad_out, grad_lse, q, k, v, out, lse), Call.of(q, k, v, spec)
+    if library.can_bypass_dispatcher(*given, *call.operands) and all(
         g is None or library.have_same_dispatch_keys(g, lse) for g in (grad_out, grad_lse)
     ):
         with library.below_autograd():
             saved = Saved(grad_out, grad_lse, out, lse)
-            return autograd.run_backward(Call(DENSE, q, k, v, spec), saved)[:3]
-    return torch.ops.fa.attention_backward(*given, *spec[:3], **keywords(spec))[:3]
+            return autograd.run_backward(call, saved)[:3]
+    args, options = dense.OPERATORS.backward.arguments(call)
+    return torch.ops.fa.attention_backward(*given, *args, **options)[:3]
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -470,6 +472,5 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     kind = (out.dtype, part.dtype, out.shape[3], out.device, out.numel() == 0)
     run = _merging.get(kind)
     if run is None:
-        call = Call(MERGE_INTO, out, out, out, backend="auto")
-        run = _merging[kind] = planning.plan_for(call).prepare(call)
+        run = _merging[kind] = merge.merger_into(out)
     run(out, lse, part, part_lse)

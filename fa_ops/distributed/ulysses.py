@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa_ops.backends.dropout import seed_of_heads
-from fa_ops.distributed.arguments import Options
+from fa_ops.distributed.arguments import ParallelOptions
 from fa_ops.distributed.handshake import Transfer, agreed_seed
 from fa_ops.distributed.layout import Members, Segment, joined, separated
 from fa_ops.distributed.masks import Mask
@@ -220,7 +220,7 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, mask: Mask, options: Options
+    q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, mask: Mask, options: ParallelOptions
 ) -> tuple[Tensor, Tensor]:
     """out and lse of these heads."""
     heads = split.query_heads(split.members.rank)
@@ -243,7 +243,7 @@ def of_heads(
     return sinks, None if slopes is None else slopes[..., heads]
 
 
-def _options(options: Options, heads: slice, device: torch.device) -> dict:
+def _options(options: ParallelOptions, heads: slice, device: torch.device) -> dict:
     sinks, slopes = of_heads(options.sinks, options.alibi_slopes, heads)
     lens = options.kv_lens
     return {
@@ -260,7 +260,7 @@ def _options(options: Options, heads: slice, device: torch.device) -> dict:
     }
 
 
-def _documents(q, k, v, mask: Mask, options: Options, given: dict) -> tuple[Tensor, Tensor]:
+def _documents(q, k, v, mask: Mask, options: ParallelOptions, given: dict) -> tuple[Tensor, Tensor]:
     """Packed sequences, as `attention_varlen` attends them on one device."""
     ends = options.cu_seqlens.to(q.device)
     lengths = mask.cu_seqlens.diff()
@@ -271,7 +271,7 @@ def _documents(q, k, v, mask: Mask, options: Options, given: dict) -> tuple[Tens
 
 
 def _with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, options: Options, given: dict
+    q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, options: ParallelOptions, given: dict
 ) -> tuple[Tensor, Tensor]:
     """One call for each row of the batch, whose heads then follow one another in the hash."""
     seed = agreed_seed(q, options.dropout_p, (split.members,), split.timeout)

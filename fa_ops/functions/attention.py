@@ -23,8 +23,18 @@ from fa_ops.call.python_types import (
     read_scale,
     sides,
 )
-from fa_ops.ops import masks, merge, seeds
-from fa_ops.ops.eager import attend
+from fa_ops.ops import autocast, dense, masks, merge, seeds, varlen
+from fa_ops.ops.eager import PublicFunction, run
+from fa_ops.ops.schemas import Schema
+
+_ATTENTION = PublicFunction(
+    DENSE, lambda call, with_lse: _OF_LSE[with_lse], autocast.cast_attention, dense.OPERATORS
+)
+_OF_LSE = {False: Schema(dense.ATTENTION, DENSE), True: dense.OPERATORS.forward}
+_VARLEN = PublicFunction(
+    PACKED, lambda call, with_lse: varlen.OPERATORS.forward, autocast.cast_attention,
+    varlen.OPERATORS,
+)  # fmt: skip
 
 
 def attention(
@@ -153,7 +163,7 @@ def attention(
         is_causal, dropout_p, scale, left, right, softcap, deterministic,
         backend,
     )  # fmt: skip
-    return attend(query, key, value, operands, scalars, DENSE, return_lse)
+    return run(query, key, value, operands, scalars, _ATTENTION, return_lse)
 
 
 def attention_varlen(
@@ -246,13 +256,13 @@ def attention_varlen(
     if scale is not None and type(scale) is not float:
         scale = read_scale(scale)
     if not (page_table is q_scale is k_scale is v_scale is None):
-        from fa_ops.functions import varlen
+        from fa_ops.functions import varlen as others
 
         operands = Operands(
             None, alibi_slopes, sinks, kv_lens, None, None, None, cu_seqlens_q, cu_seqlens_k,
             page_table, None, None, q_scale, k_scale, v_scale,
         )  # fmt: skip
-        return varlen.attend(
+        return others.attend(
             query, key, value, operands, (max_seqlen_q, max_seqlen_k), dropout_p,
             deterministic, return_lse, is_causal=is_causal, scale=scale, window=window,
             softcap=softcap, backend=backend)  # fmt: skip
@@ -267,7 +277,7 @@ def attention_varlen(
         is_causal, dropout_p, scale, left, right, softcap, deterministic,
         backend, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
-    return attend(query, key, value, operands, scalars, PACKED, return_lse)
+    return run(query, key, value, operands, scalars, _VARLEN, return_lse)
 
 
 def mask_blocks(attn_mask: Tensor) -> Tensor:

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import backend_option
-from fa_ops.call.call import (
-    CACHED,
-    DENSE,
-    PACKED,
-    Call,
-)
-from fa_ops.call.options import Cache, Operands, Quantization, Scalars, Spec
-from fa_ops.call.python_types import checked_options, checked_packing, read_scale, sides
+from fa_ops.call.call import CACHED, DENSE, PACKED, QUANTIZED, QUANTIZED_PACKED, Call, Signature
+from fa_ops.call.options import Cache, Operands, Options, Quantization
+from fa_ops.call.python_types import checked_call, read_scale, sides
 from fa_ops.functions import attention, kv_cache, quantized, varlen
 from fa_ops.functions import varlen_quantized as packed_quantized
 from fa_ops.functions.varlen import PagedCall
@@ -83,7 +78,7 @@ def _explained(call: Call, one: Call | None) -> CallExplanation:
     """The explanation of a checked call; `one` is a single-kernel call that replaces it."""
     call = planning.normalised(call)
     reasons = {name: dispatch.refusal(name, call) for name in backend_option.BACKENDS}
-    route = library.route_of(call.query, call.key, call.value, *call.tensors).value
+    route = library.route_of(call.query, call.key, call.value, *call.operands).value
     if one is not None:
         reasons[varlen.BACKEND] = None
         return CallExplanation(varlen.BACKEND, planning.plan_for(one).kernel, route, reasons)
@@ -101,13 +96,12 @@ def _has_scales(options: dict) -> bool:
 def _packed_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallExplanation:
     """The explanation of packed e4m3 sequences: one kernel, or a batch of rows."""
     given = _bound(attention.attention_varlen, query, key, value, options)
-    tensors = _operands(given)._replace(alibi_slopes=None)
+    operands = _operands(given)._replace(alibi_slopes=None)
     defaults = {"alibi_slopes": None, "dropout_p": 0, "deterministic": False}
-    packed_quantized.refuse(tensors, {name: (given[name], x) for name, x in defaults.items()})
-    tensors = packed_quantized.with_lengths(query, tensors)
-    scalars = _scalars(given)._replace(dropout_p=0.0, deterministic=False)
-    longest = given["max_seqlen_q"], given["max_seqlen_k"]
-    call = packed_quantized.described(query, key, value, tensors, (*scalars, *longest))
+    packed_quantized.refuse(operands, {name: (given[name], x) for name, x in defaults.items()})
+    operands = packed_quantized.with_lengths(query, operands)
+    scalars = _scalars(QUANTIZED_PACKED, given | {"dropout_p": 0.0, "deterministic": False})
+    call = checked_call(QUANTIZED_PACKED, query, key, value, operands, scalars)
     planning.check(call)
     one = planning.normalised(call)
     is_taken = dispatch.refusal(packed_quantized.BACKEND, one) is None
@@ -135,19 +129,16 @@ def _described_quantized(query: Tensor, key: Tensor, value: Tensor, options: dic
     function = quantized.quantized_attention if flags else attention.attention
     given = _bound(function, query, key, value, options)
     names = "sinks", "kv_lens", "key_ranges"
-    tensors = Operands(**{name: given[name] for name in names}, **scales)
-    rest = given.get("qk_dtype"), given.get("smooth_key", False), given.get("rotate", False)
-    scalars = _scalars(given)._replace(dropout_p=0.0, deterministic=False)
-    return quantized.described(query, key, value, tensors, (*scalars, *rest))
+    operands = Operands(**{name: given[name] for name in names}, **scales)
+    given = {"smooth_key": False} | given | {"dropout_p": 0.0, "deterministic": False}
+    return checked_call(QUANTIZED, query, key, value, operands, _scalars(QUANTIZED, given))
 
 
-def _scalars(given: dict[str, Any]) -> Scalars:
-    """The scalars among the arguments of a public function."""
+def _scalars(signature: Signature, given: dict[str, Any]) -> tuple:
+    """The scalars of a signature among the arguments of a public function."""
     left, right = sides(given["window"])
-    return Scalars(
-        given["is_causal"], given.get("dropout_p", 0.0), given["scale"], left, right,
-        given["softcap"], given.get("deterministic", False), given["backend"],
-    )  # fmt: skip
+    given = Options._field_defaults | given | {"window_left": left, "window_right": right}
+    return tuple(given[name] for name in signature.options)
 
 
 def _operands(given: dict[str, Any]) -> Operands:
@@ -170,24 +161,14 @@ def _bound(function: Callable, query: Tensor, key: Tensor, value: Tensor, option
 
 def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Call:
     """The call that the public function with these options would plan."""
-    function, kind = attention.attention, DENSE
+    function, signature = attention.attention, DENSE
     if "cu_seqlens_q" in options:
-        function, kind = attention.attention_varlen, PACKED
+        function, signature = attention.attention_varlen, PACKED
     elif options.keys() & set(Cache._fields):
-        function, kind = kv_cache.attention_with_kv_cache, CACHED
+        function, signature = kv_cache.attention_with_kv_cache, CACHED
     given = _bound(function, query, key, value, options)
-    seed, scalars = None, _scalars(given)
-    if scalars.dropout_p != 0.0 and isinstance(query, Tensor):
+    seed, scalars = None, _scalars(signature, given)
+    if given.get("dropout_p", 0.0) != 0.0 and isinstance(query, Tensor):
         seed = torch.zeros(1, dtype=torch.int64, device=query.device)  # draws no number
-    tensors = _operands(given)._replace(dropout_seed=seed)
-    checked = checked_options(query, key, value, tensors, scalars)
-    spec = Spec(given.get("attn_mask"), scalars.dropout_p, scalars.is_causal, **checked)
-    if kind == PACKED:
-        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-        packing = checked_packing(*(given[name] for name in names))
-        return Call(PACKED, query, key, value, spec, packing)
-    if kind == CACHED:
-        names = "rotary_interleaved", "num_splits", "batch_invariant"
-        cache = kv_cache.checked_cache(tensors, *(given[name] for name in names))
-        return Call(CACHED, query, key, value, spec, cache=cache)
-    return Call(DENSE, query, key, value, spec)
+    operands = _operands(given)._replace(dropout_seed=seed)
+    return checked_call(signature, query, key, value, operands, scalars)

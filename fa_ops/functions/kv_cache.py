@@ -5,19 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa_ops.call.call import CACHED, Call
-from fa_ops.call.options import Cache, Operands, Spec, new_operands
-from fa_ops.call.python_types import (
-    Window,
-    checked_options,
-    need_bool,
-    need_int,
-    need_tensor,
-    read_scale,
-    sides,
-)
-from fa_ops.ops import autocast, eager, kv_cache, library
-from fa_ops.ops.library import Route
-from fa_ops.plans import planning
+from fa_ops.call.options import new_operands
+from fa_ops.call.python_types import Window, need_bool, read_scale, sides
+from fa_ops.ops import autocast, kv_cache
+from fa_ops.ops.eager import PublicFunction, run
+from fa_ops.ops.schemas import Schema
+
+
+def _schema(call: Call, with_lse: bool) -> Schema:
+    return kv_cache.READING if call.operands.new_key is None else kv_cache.APPENDING
+
+
+_CACHED = PublicFunction(CACHED, _schema, autocast.cast_cached)
 
 
 def attention_with_kv_cache(
@@ -144,66 +143,4 @@ def attention_with_kv_cache(
         backend, rotary_interleaved, num_splits,
         batch_invariant,
     )  # fmt: skip
-    return _attend(query, key_cache, value_cache, operands, scalars, return_lse)
-
-
-def _attend(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, operands: Operands, scalars: tuple,
-    with_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """out, or (out, lse), of a call with these scalars, which are those of `planning.key_of`."""
-    route, plan, geometry = eager.find(CACHED, query, key_cache, value_cache, operands, scalars)
-    if route is Route.AUTOCAST:
-        given = query, key_cache, value_cache, operands, scalars, with_lse
-        return autocast.below(_attend, autocast.cast_cached, *given)
-    if plan is None:
-        need_tensor("key_cache", key_cache)
-        need_tensor("value_cache", value_cache)
-        need_tensor("kv_lens", operands.kv_lens)
-        options = checked_options(query, key_cache, value_cache, operands, scalars)
-        cache, is_causal = checked_cache(operands, *scalars[-3:]), scalars[0]
-        if geometry is None or not library.is_strided(query, key_cache, value_cache, *operands):
-            out, lse = _by_operator(query, key_cache, value_cache, cache, is_causal, options)
-            return (out, lse) if with_lse else out
-        spec = Spec(None, 0.0, is_causal, **options)
-        call = Call(CACHED, query, key_cache, value_cache, spec, cache=cache)
-        plan = planning.prepare(geometry, call, scalars)
-    out, lse = plan.run(query, key_cache, value_cache, operands, with_lse)
-    if operands.new_key is not None:
-        kv_cache.written(key_cache, value_cache)
-    return (out, lse) if with_lse else out
-
-
-def checked_cache(
-    operands: Operands,
-    rotary_interleaved: bool = False,
-    num_splits: int = 0,
-    batch_invariant: bool = False,
-) -> Cache:
-    """The cache of a call, types checked but for those of tensors."""
-    flags = {"rotary_interleaved": rotary_interleaved, "batch_invariant": batch_invariant}
-    for name, flag in flags.items():
-        need_bool(name, flag)
-    num_splits = need_int("num_splits", num_splits)
-    t = operands
-    if (t.new_key is None) != (t.new_value is None):
-        raise ValueError("key and value must be given together")
-    return Cache(
-        t.page_table, t.new_key, t.new_value, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin,
-        rotary_interleaved, num_splits, batch_invariant, t.unified_max,
-    )  # fmt: skip
-
-
-def _by_operator(query, key_cache, value_cache, cache: Cache, is_causal, options: dict):
-    operator, new = kv_cache.READ, ()
-    if cache.key is not None:
-        operator, new = kv_cache.APPEND, (cache.key, cache.value)
-    kv_lens = options.pop("kv_lens")
-    args = query, key_cache, value_cache, *new, kv_lens, cache.page_table, is_causal
-    names = ("k_scale", "v_scale", "rotary_cos", "rotary_sin", "rotary_interleaved", "num_splits",
-             "batch_invariant", "unified_max")  # fmt: skip
-    for name in names:
-        value = getattr(cache, name)
-        if value is not Cache._field_defaults[name]:
-            options[name] = value
-    return operator(*args, **options)
+    return run(query, key_cache, value_cache, operands, scalars, _CACHED, return_lse)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call.call import QUANTIZED, Call
-from fa_ops.call.options import Operands, Quantization, Spec, dtype_name, new_operands
-from fa_ops.call.python_types import Window, checked_options, need_bool, read_scale, sides
-from fa_ops.ops import autocast, eager, library, quantized
-from fa_ops.ops.library import Route
-from fa_ops.plans import planning
+from fa_ops.call.call import QUANTIZED
+from fa_ops.call.options import Operands, dtype_name, new_operands
+from fa_ops.call.python_types import Window, need_bool, read_scale, sides
+from fa_ops.ops import autocast, quantized
+from fa_ops.ops.eager import PublicFunction, run
+
+_QUANTIZED = PublicFunction(
+    QUANTIZED, lambda call, with_lse: quantized.SCHEMA, autocast.cast_quantized,
+    refuse_gradients=quantized.refuse_gradients,
+)  # fmt: skip
 
 
 def quantized_attention(
@@ -81,6 +85,8 @@ def quantized_attention(
         >>> fa_ops.quantized_attention(q, k, v, is_causal=True).shape
         torch.Size([1, 8, 512, 64])
     """
+    if type(return_lse) is not bool:
+        need_bool("return_lse", return_lse)
     if qk_dtype is None:
         raise TypeError("qk_dtype must be a torch.dtype, got None")
     if scale is not None and type(scale) is not float:
@@ -89,9 +95,11 @@ def quantized_attention(
         None, None, sinks, kv_lens, key_ranges, None, None, None, None, None, None, None, None,
         None, None, None, None, None,
     ))  # fmt: skip
-    scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, qk_dtype, smooth_key,
-               rotate)  # fmt: skip
-    return _run(query, key, value, operands, scalars, return_lse)
+    left, right = (-1, -1) if window is None else sides(window)
+    scalars = (
+        is_causal, 0.0, scale, left, right, softcap, False, backend, qk_dtype, smooth_key, rotate
+    )  # fmt: skip
+    return run(query, key, value, operands, scalars, _QUANTIZED, return_lse)
 
 
 def scaled_attention(
@@ -106,7 +114,7 @@ def scaled_attention(
             f"q_scale is for tensors in float8_e4m3fn, but query is {dtype_name(query.dtype)}"
         )
     scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, None, False, False)
-    return _run(query, key, value, operands, scalars, return_lse)
+    return run(query, key, value, operands, scalars, _QUANTIZED, return_lse)
 
 
 def refuse_given(arguments: dict[str, tuple]) -> None:
@@ -123,51 +131,3 @@ def refuse_missing(operands: Operands) -> None:
     missing = [name for name in scales if getattr(operands, name) is None]
     if missing:
         raise ValueError(f"q_scale, k_scale and v_scale go together: {missing[0]} is missing")
-
-
-def described(query, key, value, operands: Operands, scalars: tuple) -> Call:
-    """The call with these arguments, the types of Python values checked.
-
-    `scalars` are those of `Scalars`, and qk_dtype, smooth_key and rotate.
-    """
-    options = checked_options(query, key, value, operands, scalars)
-    is_causal, (qk_dtype, smooth_key, rotate) = scalars[0], scalars[-3:]
-    if qk_dtype is not None and not isinstance(qk_dtype, torch.dtype):
-        raise TypeError(f"qk_dtype must be a torch.dtype, got {qk_dtype!r}")
-    for name, flag in (("smooth_key", smooth_key), ("rotate", rotate)):
-        need_bool(name, flag)
-    quantization = Quantization(
-        operands.q_scale, operands.k_scale, operands.v_scale, qk_dtype, smooth_key, rotate
-    )
-    spec = Spec(None, 0.0, is_causal, **options)
-    return Call(QUANTIZED, query, key, value, spec, quantization=quantization)
-
-
-def _run(query, key, value, operands: Operands, scalars: tuple, with_lse: bool):
-    need_bool("return_lse", with_lse)
-    route, plan, geometry = eager.find(QUANTIZED, query, key, value, operands, scalars)
-    if route is Route.AUTOCAST:
-        given = query, key, value, operands, scalars, with_lse
-        return autocast.below(_run, autocast.cast_quantized, *given)
-    if route is Route.RECORD:
-        quantized.refuse_gradients(query, key, value, *operands)
-    if plan is not None:
-        out, lse = plan.run(query, key, value, operands, with_lse)
-        return (out, lse) if with_lse else out
-    call = described(query, key, value, operands, scalars)
-    if geometry is not None and library.is_strided(query, key, value, *operands):
-        plan = planning.prepare(geometry, call, scalars)
-        out, lse = plan.run(query, key, value, operands, with_lse)
-    else:
-        out, lse = _by_operator(call)
-    return (out, lse) if with_lse else out
-
-
-def _by_operator(call: Call) -> tuple[Tensor, Tensor]:
-    spec, quantization = call.spec, call.quantization
-    names = "scale", "window_left", "window_right", "softcap", "sinks", "kv_lens", "key_ranges"
-    options = {name: getattr(spec, name) for name in (*names, "backend")}
-    options |= {name: getattr(quantization, name) for name in quantization._fields[3:]}
-    return quantized.QUANTIZED_ATTENTION(
-        call.query, call.key, call.value, *quantization[:3], spec.is_causal, **options
-    )

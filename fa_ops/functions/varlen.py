@@ -10,9 +10,9 @@ from torch import Tensor
 from fa_ops import tracing
 from fa_ops.call import backend_option, cache_checks, checks
 from fa_ops.call.call import PAGED, Call
-from fa_ops.call.options import Cache, Operands, Packing, Spec, heads_of_tile
+from fa_ops.call.options import Operands, heads_of_tile
 from fa_ops.call.python_types import (
-    checked_options,
+    checked_call,
     is_proxy,
     need_bool,
     need_int,
@@ -22,7 +22,7 @@ from fa_ops.call.python_types import (
 )
 from fa_ops.functions import varlen_quantized
 from fa_ops.functions.kv_cache import attention_with_kv_cache
-from fa_ops.ops import library
+from fa_ops.ops import eager, library
 from fa_ops.ops.library import Route
 from fa_ops.plans import dispatch, planning
 
@@ -81,7 +81,7 @@ def arguments(
 ) -> PagedCall:  # fmt: skip
     """The call that these arguments of attention_varlen make, types checked.
 
-    `deterministic` is checked, and changes nothing.
+    `deterministic` is checked_call, and changes nothing.
     """
     for name, t in (
         ("query", query), ("key", key), ("value", value), ("cu_seqlens_q", cu_seqlens_q),
@@ -209,9 +209,6 @@ def _no_keys(query: Tensor) -> Tensor:
 
 BACKEND = "hopper"  # which has the kernel
 
-_LIMIT = 1024
-_refused: dict[tuple, None] = {}  # geometries that it does not support
-
 
 def attend_by_kernel(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, kv_lens: Tensor,
@@ -222,26 +219,7 @@ def attend_by_kernel(
     if not _may_run(query, key, value, tensors, options):
         return None
     scalars = _scalars(options, BACKEND)
-    geometry = planning.key_of(PAGED, query, key, value, tensors, scalars)
-    plan = planning.prepared(geometry)
-    if plan is None:
-        if _is_refused(geometry):
-            return None
-        call = _described(query, key, value, tensors, scalars)
-        if _refusal(call) is not None:
-            if len(_refused) >= _LIMIT:
-                _refused.clear()
-            _refused[geometry] = None
-            return None
-        plan = planning.prepare(geometry, call, scalars)
-    return plan.run(query, key, value, tensors)
-
-
-def _is_refused(geometry: tuple | None) -> bool:
-    try:
-        return geometry in _refused
-    except TypeError:  # an option that cannot be hashed, which the checks refuse
-        return False
+    return eager.run_on(BACKEND, PAGED, query, key, value, tensors, scalars)
 
 
 def call_of(
@@ -252,8 +230,10 @@ def call_of(
     tensors = tensors_of(cu_seqlens_q, kv_lens, page_table, options)
     if not _may_run(query, key, value, tensors, options):
         return None
-    call = _described(query, key, value, tensors, _scalars(options, BACKEND))
-    return planning.normalised(call) if _refusal(call) is None else None
+    call = checked_call(PAGED, query, key, value, tensors, _scalars(options, BACKEND))
+    planning.check(call)
+    call = planning.normalised(call)
+    return call if dispatch.refusal(BACKEND, call) is None else None
 
 
 def check_options(
@@ -267,7 +247,7 @@ def check_options(
     tensors = tensors_of(cu_seqlens_q, kv_lens, page_table, options)
     if not tracing.is_compiling():
         scalars = _scalars(options, options.get("backend"))
-        call = _described(query, key, value, tensors, scalars)
+        call = checked_call(PAGED, query, key, value, tensors, scalars)
         checks.options(query, call.spec, page_table.shape[0], query.shape[1])
         return
     slopes = tensors.alibi_slopes
@@ -289,28 +269,12 @@ def tensors_of(
 
 
 def _scalars(options: dict[str, Any], backend: str | None) -> tuple:
-    """The scalars of a call, in the order of `Scalars`."""
+    """The scalars of a call, in the order of its signature."""
     left, right = sides(options.get("window"))
     return (
         options.get("is_causal", False), 0.0, options.get("scale"), left, right,
         options.get("softcap", 0.0), False, backend,
     )  # fmt: skip
-
-
-def _described(
-    query: Tensor, key: Tensor, value: Tensor, tensors: Operands, scalars: tuple
-) -> Call:
-    """The call, types checked."""
-    checked = checked_options(query, key, value, tensors, scalars)
-    packing = Packing(tensors.cu_seqlens_q, None)
-    spec = Spec(None, 0.0, scalars[0], **checked)
-    return Call(PAGED, query, key, value, spec, packing, Cache(tensors.page_table))
-
-
-def _refusal(call: Call) -> str | None:
-    """Why no kernel runs the call, or None."""
-    planning.check(call)
-    return dispatch.refusal(BACKEND, planning.normalised(call))
 
 
 def _may_run(
@@ -324,7 +288,7 @@ def _may_run(
         and name in ("auto", BACKEND)
         and options.get("key_ranges") is None
         and not options.get("num_splits")  # which the kernel would choose by itself
-        and not planning.DEBUG  # where lengths and pages are checked, in calls over a cache
+        and not planning.DEBUG  # where lengths and pages are checked_call, in calls over a cache
         and min(key.numel(), value.numel(), tensors.page_table.numel()) > 0
         and _is_direct(query, key, value, tensors)
     )

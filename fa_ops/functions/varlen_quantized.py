@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fa_ops import tracing
 from fa_ops.call import backend_option, checks, quantized_checks
-from fa_ops.call.call import QUANTIZED, QUANTIZED_PACKED, Call
-from fa_ops.call.options import Cache, Operands, Quantization, Spec
-from fa_ops.call.python_types import Window, checked_options, checked_packing, need_tensor, sides
+from fa_ops.call.call import QUANTIZED_PACKED, Call
+from fa_ops.call.options import Operands
+from fa_ops.call.python_types import Window, checked_call, need_tensor, sides
 from fa_ops.functions.quantized import refuse_given, refuse_missing
-from fa_ops.ops import library, quantized
+from fa_ops.ops import eager, library, quantized
 from fa_ops.ops.library import Route
-from fa_ops.plans import dispatch, planning
+from fa_ops.plans import planning
 
 BACKEND = "hopper"  # which has the kernel
 
@@ -38,16 +38,10 @@ def scaled_attention(
     scalars = is_causal, 0.0, scale, *sides(window), softcap, False, backend, *longest
     tensors = with_lengths(query, tensors)
     if route is Route.DIRECT and _may_run(query, key, value, tensors, backend):
-        geometry = planning.key_of(QUANTIZED_PACKED, query, key, value, tensors, scalars)
-        plan = planning.prepared(geometry)
-        if plan is None:
-            call = described(query, key, value, tensors, scalars)
-            planning.check(call)
-            if dispatch.refusal(BACKEND, planning.normalised(call)) is None:
-                plan = planning.prepare(geometry, call, scalars)
-        if plan is not None:
-            return plan.run(query, key, value, tensors)
-    call = described(query, key, value, tensors, scalars)
+        found = eager.run_on(BACKEND, QUANTIZED_PACKED, query, key, value, tensors, scalars)
+        if found is not None:
+            return found
+    call = checked_call(QUANTIZED_PACKED, query, key, value, tensors, scalars)
     planning.check(call)
     if tracing.can_read(query):
         quantized_checks.values(query, key, value, tensors, longest)
@@ -58,21 +52,6 @@ def refuse(tensors: Operands, refused: dict[str, tuple]) -> None:
     """Raise ValueError unless all scales are given, and each value of `refused` is its default."""
     refuse_given(refused)
     refuse_missing(tensors)
-
-
-def described(query: Tensor, key: Tensor, value: Tensor, tensors: Operands, scalars: tuple) -> Call:
-    """The call with these arguments, the types of Python values checked.
-
-    `scalars` are those of `Scalars`, and upper bounds on the lengths of sequences.
-    """
-    options = checked_options(query, key, value, tensors, scalars)
-    t, table = tensors, tensors.page_table
-    packing = checked_packing(t.cu_seqlens_q, t.cu_seqlens_k, *scalars[-2:], table is not None)
-    return Call(
-        QUANTIZED_PACKED, query, key, value, Spec(None, 0.0, scalars[0], **options), packing,
-        None if table is None else Cache(table),
-        quantization=Quantization(t.q_scale, t.k_scale, t.v_scale, None, False, False),
-    )  # fmt: skip
 
 
 def with_lengths(query: Tensor, tensors: Operands) -> Operands:
@@ -160,8 +139,11 @@ def shape_of_rows(call: Call) -> Call:
         x.new_empty(count, length, *x.shape[-2:]).transpose(1, 2)
         for x, length in ((q, lengths.query), (k, lengths.key), (v, lengths.key))
     )
-    spec = call.spec._replace(kv_lens=lengths.ends_q.new_zeros(count, dtype=torch.int32))
-    return Call(QUANTIZED, *rows, spec, backend=call.backend, quantization=call.quantization)
+    t, kv_lens = call.operands, lengths.ends_q.new_zeros(count, dtype=torch.int32)
+    operands = Operands(
+        sinks=t.sinks, kv_lens=kv_lens, q_scale=t.q_scale, k_scale=t.k_scale, v_scale=t.v_scale
+    )
+    return Call(*rows, operands, call.options, backend=call.backend)
 
 
 def _has_keys(call: Call) -> bool:
@@ -170,13 +152,14 @@ def _has_keys(call: Call) -> bool:
 
 def _with_unused_key(call: Call) -> Call:
     """A call without keys as one with a key, or a page, that no sequence has."""
-    k, v, spec, cache = call.key, call.value, call.spec, call.cache
-    k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
-    if cache is not None:
-        table = cache.page_table
-        cache = Cache(table.new_zeros(table.shape[0], 1))
-        spec = spec._replace(kv_lens=torch.zeros_like(spec.kv_lens))
-    return call._replace(key=k, value=v, spec=spec, cache=cache)
+    k, v = (x.new_zeros(1, *x.shape[1:]) for x in (call.key, call.value))
+    operands, table = call.operands, call.operands.page_table
+    if table is not None:
+        operands = operands._replace(
+            page_table=table.new_zeros(table.shape[0], 1),
+            kv_lens=torch.zeros_like(operands.kv_lens),
+        )
+    return call._replace(key=k, value=v, operands=operands)
 
 
 def _longest(ends: Tensor, most: int | None, tokens: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ from fa_ops.call.options import (
     NO_OPERANDS,
     Gradients,
     Operands,
-    keywords,
     new_operands,
     operand_set,
 )
 from fa_ops.ops import library
+from fa_ops.ops.schemas import Schema
 from fa_ops.plans import planning, recognition
 from fa_ops.plans.planning import Prepared
 from fa_ops.plans.recognition import LastCall
@@ -33,24 +33,8 @@ from fa_ops.plans.recognition import LastCall
 class Operators(NamedTuple):
     """A forward operator that returns lse, and its backward."""
 
-    forward: OpOverload
-    backward: OpOverload
-
-
-def arguments(call: Call) -> tuple[tuple, dict]:
-    """The positional and keyword arguments of an operator after query, key and value."""
-    spec = call.spec
-    first = (spec.attn_mask,) if call.packing is None else call.packing
-    return (*first, spec.dropout_p, spec.is_causal), keywords(spec)
-
-
-def needs_grad(call: Call) -> bool:
-    """Whether a call records gradients. Raises ValueError if it would drop one."""
-    if not torch.is_grad_enabled():
-        return False
-    refuse_gradient_of(call.spec.alibi_slopes)
-    given = call.query, call.key, call.value, call.spec.attn_mask, call.spec.sinks
-    return any([t is not None and t.requires_grad for t in given])
+    forward: Schema
+    backward: Schema
 
 
 def refuse_gradient_of(alibi_slopes: Tensor | None) -> None:
@@ -70,37 +54,46 @@ class Recording(NamedTuple):
     with_lse: bool
 
 
-def without_gradient(operator: OpOverload, keyset, call: Call, with_lse: bool, *args, **options):
-    """Run the forward operator from inside its Autograd kernel, with nothing recorded."""
-    spec = call.spec
-    library.reject_forward_ad(
-        operator, call.query, call.key, call.value, spec.attn_mask, spec.alibi_slopes, spec.sinks
+def needs_grad(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> bool:
+    """Whether a call records gradients. Raises ValueError if it would drop one."""
+    if not torch.is_grad_enabled():
+        return False
+    refuse_gradient_of(operands.alibi_slopes)
+    given = q, k, v, operands.attn_mask, operands.sinks
+    return any([t is not None and t.requires_grad for t in given])
+
+
+def forward(
+    operators: Operators, operator: OpOverload, keyset: torch.DispatchKeySet, q: Tensor, k: Tensor,
+    v: Tensor, args: tuple, options: dict[str, Any], with_lse: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """The Autograd kernel of a forward `operator`, which returns lse if `with_lse`."""
+    signature, (operands, scalars) = (
+        operators.forward.signature,
+        operators.forward.bind(args, options),
     )
-    if library.is_device_kernel_next(keyset.raw_repr()):
-        out, lse = planning.run(call, with_lse)
+    is_next = library.is_device_kernel_next(keyset.raw_repr())
+    if not needs_grad(q, k, v, operands):
+        slopes, sinks = operands.alibi_slopes, operands.sinks
+        library.reject_forward_ad(operator, q, k, v, operands.attn_mask, slopes, sinks)
+        if not is_next:
+            return library.redispatch(operator, keyset, q, k, v, *args, **options)
+        out, lse = planning.run(signature, q, k, v, operands, scalars, with_lse)
         return (out, lse) if with_lse else out
-    return library.redispatch(operator, keyset, call.query, call.key, call.value, *args, **options)
-
-
-def record(
-    operators: Operators, keyset: torch.DispatchKeySet, call: Call, with_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Run the forward operator from inside its Autograd kernel and record its gradient."""
-    if library.is_device_kernel_next(keyset.raw_repr()) and not tracing.is_watched():
-        plan = planning.plan_of(planning.with_backend(call))
+    if is_next and not tracing.is_watched():
+        plan = planning.plan_of(signature, q, k, v, operands, planning.with_backend(scalars))
     else:
-        options = call.without_tensors()
-        run = partial(_redispatch, operators.forward, keyset, options)
-        plan = Prepared(run, options, planning.scalars_of(call), operand_set(call.tensors))
-    tensors = plan.operands.select(call.tensors)
+        call = signature.call(None, None, None, NO_OPERANDS, scalars)
+        run = partial(_redispatch, operators.forward, keyset, call)
+        plan = Prepared(run, signature, call.options, scalars, operand_set(operands))
     recording = Recording(operators, plan, with_lse)
-    return library.apply(Attention, recording, call.query, call.key, call.value, *tensors)
+    return library.apply(Attention, recording, q, k, v, *plan.operands.select(operands))
 
 
-def _redispatch(operator, keyset, options: Call, q, k, v, operands, with_lse):
-    args, keyword_args = arguments(options.with_tensors(operands))
+def _redispatch(schema: Schema, keyset, call: Call, q, k, v, operands, with_lse):
+    args, options = schema.arguments(call._replace(operands=operands))
     with library.recording():
-        return library.redispatch(operator, keyset, q, k, v, *args, **keyword_args)
+        return library.redispatch(schema.operator, keyset, q, k, v, *args, **options)
 
 
 class Attention(library.SingleLevelFunction):
@@ -177,15 +170,17 @@ def _planned_gradients(
     )
     if is_direct:
         saved = Saved(grad_out, grad_lse, out, lse, mask_grad)
-        run = planning.prepared_backward(plan.call, plan.scalars, q, k, v, operands, saved).run
+        run = planning.prepared_backward(
+            plan.signature, plan.options, plan.scalars, q, k, v, operands, saved
+        ).run
         matches = recognition.like(*given, *others)
         plan.last_backward = LastCall(matches, (recognition.settings(q.dtype, mask_grad), run))
         return run(*given, operands)
-    call = plan.call.with_tensors(operands)
-    args, options = arguments(call)
+    schema = recording.operators.backward
+    args, options = schema.arguments(Call(q, k, v, operands, plan.options))
     if mask_grad:
         options["mask_grad"] = True
-    *grads, dsinks = recording.operators.backward(*given, *args, **options)
+    *grads, dsinks = schema.operator(*given, *args, **options)
     return Gradients(*grads[:3], grads[3] if mask_grad else None, dsinks)
 
 
@@ -193,10 +188,11 @@ def run_backward(call: Call, saved: Saved) -> Gradients:
     """Run the backward pass, as the kernel of a backward operator."""
     if saved.grad_out is None or saved.out is None or saved.lse is None:
         checks.given(grad_out=saved.grad_out, out=saved.out, lse=saved.lse)
-    q, k, v, tensors = call.query, call.key, call.value, call.tensors
-    scalars = planning.scalars_of(call)
-    run = planning.prepared_backward(call, scalars, q, k, v, tensors, saved).run
-    return Gradients(*run(saved.grad_out, saved.grad_lse, q, k, v, saved.out, saved.lse, tensors))
+    q, k, v, operands, signature = call.query, call.key, call.value, call.operands, call.signature
+    scalars = signature.scalars(call.options)
+    plan = planning.prepared_backward(signature, call.options, scalars, q, k, v, operands, saved)
+    given = saved.grad_out, saved.grad_lse, q, k, v, saved.out, saved.lse
+    return Gradients(*plan.run(*given, operands))
 
 
 class NoSecondDerivative(library.SingleLevelFunction):

@@ -5,30 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call import checks
-from fa_ops.call.call import DENSE, Call, Saved
-from fa_ops.call.options import Spec
+from fa_ops.call.call import DENSE, Saved
 from fa_ops.ops import autograd, library
+from fa_ops.ops.schemas import Schema
 from fa_ops.plans import planning
 from fa_ops.plans.outputs import dense_outputs
 
 ATTENTION = torch.ops.fa.attention.default
 WITH_LSE = torch.ops.fa.attention_with_lse.default
 BACKWARD = torch.ops.fa.attention_backward.default
+OPERATORS = autograd.Operators(Schema(WITH_LSE, DENSE), Schema(BACKWARD, DENSE, 7))
+_FORWARD, _GRADIENT = OPERATORS
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
-    call = Call(DENSE, q, k, v, Spec(*args, **options))
-    return planning.run(call)
+    return planning.run(DENSE, q, k, v, *_FORWARD.bind(args, options))
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> Tensor:
-    call = Call(DENSE, q, k, v, Spec(*args, **options))
-    return planning.run(call, with_lse=False)[0]
+    return planning.run(DENSE, q, k, v, *_FORWARD.bind(args, options), with_lse=False)[0]
 
 
 def _fake(q, k, v, *args, **options):
-    checks.dense(q, k, v, Spec(*args, **options))
+    planning.check(_FORWARD.call(q, k, v, args, options), real=False)
     return dense_outputs(q, v)
 
 
@@ -37,34 +36,28 @@ def _attention_fake(q, k, v, *args, **options):
 
 
 def _autograd(keyset, q, k, v, *args, **options):
-    call = Call(DENSE, q, k, v, Spec(*args, **options))
-    if autograd.needs_grad(call):
-        return autograd.record(OPERATORS, keyset, call, with_lse=True)
-    return autograd.without_gradient(WITH_LSE, keyset, call, True, *args, **options)
+    return autograd.forward(OPERATORS, WITH_LSE, keyset, q, k, v, args, options)
 
 
 def _attention_autograd(keyset, q, k, v, *args, **options):
-    call = Call(DENSE, q, k, v, Spec(*args, **options))
-    if autograd.needs_grad(call):
-        return autograd.record(OPERATORS, keyset, call, with_lse=False)
-    return autograd.without_gradient(ATTENTION, keyset, call, False, *args, **options)
+    return autograd.forward(OPERATORS, ATTENTION, keyset, q, k, v, args, options, with_lse=False)
 
 
 def _backward(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False, **options):
     saved = Saved(grad_out, grad_lse, out, lse, mask_grad)
-    grads = autograd.run_backward(Call(DENSE, q, k, v, Spec(*args, **options)), saved)
+    grads = autograd.run_backward(_GRADIENT.call(q, k, v, args, options), saved)
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
 def _backward_fake(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False, **options):
-    spec, saved = Spec(*args, **options), Saved(grad_out, grad_lse, out, lse, mask_grad)
-    planning.check(Call(DENSE, q, k, v, spec, saved=saved), real=False)
-    dmask = torch.empty_like(spec.attn_mask) if mask_grad else q.new_empty(0)
-    dsinks = q.new_empty(0) if spec.sinks is None else torch.empty_like(spec.sinks)
+    saved = Saved(grad_out, grad_lse, out, lse, mask_grad)
+    call = _GRADIENT.call(q, k, v, args, options)._replace(saved=saved)
+    planning.check(call, real=False)
+    mask, sinks = call.operands.attn_mask, call.operands.sinks
+    dmask = torch.empty_like(mask) if mask_grad else q.new_empty(0)
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dmask, dsinks
 
-
-OPERATORS = autograd.Operators(WITH_LSE, BACKWARD)
 
 library.register("attention", _attention, _attention_fake, _attention_autograd)
 library.register("attention_with_lse", _forward, _fake, _autograd)

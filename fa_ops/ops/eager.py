@@ -2,81 +2,109 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa_ops.call import backend_option
-from fa_ops.call.call import DENSE, OPERANDS_OF, PACKED, Call
-from fa_ops.call.options import NO_OPERANDS, Operands, Spec
-from fa_ops.call.python_types import checked_options, checked_packing
-from fa_ops.ops import autocast, autograd, dense, library, varlen
+from fa_ops.call.call import Call, Signature
+from fa_ops.call.options import NO_OPERANDS, Operands
+from fa_ops.call.python_types import checked_call
+from fa_ops.ops import autocast, autograd, kv_cache, library
 from fa_ops.ops.library import Route
-from fa_ops.plans import planning, recognition
+from fa_ops.ops.schemas import Schema
+from fa_ops.plans import dispatch, planning, recognition
 from fa_ops.plans.planning import Prepared
 from fa_ops.plans.recognition import LastCall
 
-# Runs `attention` and `attention_varlen` once their arguments are collected.
+# Runs the public functions once their arguments are collected.
 #
 # A plan runs eager calls that need not go through PyTorch's dispatcher; the operator runs all
 # others.
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, operands: Operands,
-    scalars: tuple, kind: str, with_lse: bool,
+class PublicFunction(NamedTuple):
+    """What the runner of calls needs to know of a public function."""
+
+    signature: Signature
+    # (call, with_lse): the operator that runs it, which may return no lse if not with_lse
+    schema: Callable[[Call, bool], Schema]
+    cast: Callable  # of `ops.autocast`
+    gradient: autograd.Operators | None = None
+    refuse_gradients: Callable[..., None] | None = None  # of tensors; None: the operator does
+
+
+def run(
+    query: Tensor, key: Tensor, value: Tensor, operands: Operands, scalars: tuple,
+    function: PublicFunction, with_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """out, or (out, lse), of a dense or a packed call; `scalars` are those of `planning.key_of`."""
-    route, plan, geometry = find(kind, query, key, value, operands, scalars, True)
-    if route is Route.AUTOCAST:
-        cast = autocast.cast_attention
-        return autocast.below(attend, cast, query, key, value, operands, scalars, kind, with_lse)
-    if route is Route.RECORD and operands.alibi_slopes is not None:
-        autograd.refuse_gradient_of(operands.alibi_slopes)
-    if plan is None:
-        options = checked_options(query, key, value, operands, scalars)
-        args = _positional(operands, scalars, kind)
-        if geometry is None or not library.is_strided(query, key, value, *operands):
-            return _by_operator(query, key, value, args, options, kind, with_lse)
-        call = _described(query, key, value, args, options, kind)
-        plan = planning.prepare(geometry, call, scalars)
+    """out, or (out, lse), of a call; `scalars` are in the order of the function's signature."""
+    route, plan, geometry = find(function, query, key, value, operands, scalars)
     if route is Route.RECORD:
-        operators = dense.OPERATORS if kind == DENSE else varlen.OPERATORS
-        recording = autograd.Recording(operators, plan, with_lse)
+        if function.refuse_gradients is not None:
+            function.refuse_gradients(query, key, value, *operands)
+        elif operands.alibi_slopes is not None:
+            autograd.refuse_gradient_of(operands.alibi_slopes)
+    if plan is None:
+        if route is Route.AUTOCAST:
+            cast = function.cast
+            return autocast.below(
+                run, cast, query, key, value, operands, scalars, function, with_lse
+            )
+        call = checked_call(function.signature, query, key, value, operands, scalars)
+        if geometry is None or not library.is_strided(query, key, value, *operands):
+            schema = function.schema(call, with_lse)
+            results = schema.run(call)
+            if not schema.has_lse:
+                return results
+            out, lse = results  # which may stand for tensors that are traced
+            return (out, lse) if with_lse else out
+        plan = planning.prepare(geometry, call, scalars)
+    if route is Route.RECORD and function.gradient is not None:
+        recording = autograd.Recording(function.gradient, plan, with_lse)
         others = plan.operands.select(operands)
         return autograd.Attention.apply(recording, query, key, value, *others)
     out, lse = plan.run(query, key, value, operands, with_lse)
+    if operands.new_key is not None:
+        kv_cache.written(key, value)
     return (out, lse) if with_lse else out
 
 
-def _positional(operands: Operands, scalars: tuple, kind: str) -> tuple:
-    """The operators' positional arguments after value."""
-    is_causal, dropout_p, *_ = scalars
-    if kind == DENSE:
-        return operands.attn_mask, dropout_p, is_causal
-    ends = operands.cu_seqlens_q, operands.cu_seqlens_k
-    return *checked_packing(*ends, *scalars[-2:]), dropout_p, is_causal
+_LIMIT = 1024
+_refused: dict[tuple, None] = {}  # geometries that `run_on` found to be refused
 
 
-def _by_operator(
-    query: Tensor, key: Tensor, value: Tensor, args: tuple, options: dict[str, Any], kind: str,
-    with_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    if kind == DENSE:
-        operator = dense.WITH_LSE if with_lse else dense.ATTENTION
-        return operator(query, key, value, *args, **options)
-    out, lse = varlen.VARLEN(query, key, value, *args, **options)
-    return (out, lse) if with_lse else out
+def run_on(
+    backend: str, signature: Signature, query: Tensor, key: Tensor, value: Tensor,
+    operands: Operands, scalars: tuple,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """out and lse by the one backend that has a kernel for such calls, or None where it refuses.
+
+    Nothing stands between the call and its plan: its route is DIRECT.
+    """
+    geometry = planning.key_of(signature, query, key, value, operands, scalars)
+    plan = planning.prepared(geometry)
+    if plan is None:
+        if _is_refused(geometry):
+            return None
+        call = checked_call(signature, query, key, value, operands, scalars)
+        planning.check(call)
+        if dispatch.refusal(backend, planning.normalised(call)) is not None:
+            if len(_refused) >= _LIMIT:
+                _refused.clear()
+            _refused[geometry] = None
+            return None
+        plan = planning.prepare(geometry, call, scalars)
+    return plan.run(query, key, value, operands)
 
 
-def _described(
-    query: Tensor, key: Tensor, value: Tensor, args: tuple, options: dict[str, Any], kind: str
-) -> Call:
-    if kind == DENSE:
-        return Call(DENSE, query, key, value, Spec(*args, **options))
-    packing, spec = varlen.bind(*args, **options)
-    return Call(PACKED, query, key, value, spec, packing)
+def _is_refused(geometry: tuple | None) -> bool:
+    try:
+        return geometry is not None and geometry in _refused
+    except TypeError:  # an option that cannot be hashed, which the checks refuse
+        return False
 
 
 # The route of an eager call, and the plan that runs it if there has been a call like it.
@@ -98,23 +126,21 @@ _WITHOUT_PLAN = {route: Found(route) for route in Route}
 
 
 def find(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, operands: Operands, scalars: tuple,
-    has_gradient: bool = False,
-) -> Found:  # fmt: skip
+    function: PublicFunction, q: Tensor, k: Tensor, v: Tensor, operands: Operands, scalars: tuple
+) -> Found:
     """How a call with these arguments, whatever their types, is run.
 
-    Plans are for the route DIRECT, and RECORD where calls of this kind have a gradient. The last
-    call with the same options is tried first: to compare tensors with those of another call, in
-    C++, takes a third of the time that it takes to describe and look up their geometry.
+    Plans are for the route DIRECT, and RECORD where the function has a gradient. The last call with
+    the same options is tried first.
     """
     if library.is_dispatched():
         return _WITHOUT_PLAN[Route.DISPATCH]
-    given = q, k, v
+    signature, given = function.signature, (q, k, v)
     if operands is not NO_OPERANDS:
-        given = q, k, v, *OPERANDS_OF[kind].select(operands)
+        given = q, k, v, *signature.operands.select(operands)
     backend = backend_option.chosen() if _open_blocks() else backend_option.default
     options = (
-        kind, len(given), _is_grad_enabled(), backend, scalars, tuple(map(type, scalars)),
+        signature, len(given), _is_grad_enabled(), backend, scalars, tuple(map(type, scalars)),
     )  # fmt: skip
     try:
         last = recognition.last_calls.get(options)
@@ -129,9 +155,9 @@ def find(
     except (TypeError, AttributeError, ValueError, RuntimeError):
         last = None
     route = library.route_by_tensors(*given)
-    if not (route is Route.DIRECT or (route is Route.RECORD and has_gradient)):
+    if not (route is Route.DIRECT or (route is Route.RECORD and function.gradient is not None)):
         return _WITHOUT_PLAN[route]
-    geometry = planning.key_of(kind, q, k, v, operands, scalars)
+    geometry = planning.key_of(signature, q, k, v, operands, scalars)
     plan = planning.prepared(geometry)
     if plan is None:
         return Found(route, None, geometry)

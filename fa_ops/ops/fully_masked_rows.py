@@ -10,13 +10,14 @@ scores by so small a T that the weights are those of the average, and divides th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fa_ops.call import checks
-from fa_ops.call.call import DENSE, Call
-from fa_ops.call.options import Operands, Spec, default_scale, keywords
+from fa_ops.call.call import Call
+from fa_ops.call.options import Operands, Spec, default_scale
 from fa_ops.ops import autograd, dense, library
 
 OPERATOR = torch.ops.fa.attention_averaging_rows.default
@@ -45,7 +46,7 @@ def _broadcasts(name: str, x: Tensor, layout: str, full: tuple) -> None:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     q, spec = _averaged(q, rows, spec)
-    return dense.WITH_LSE(q, k, v, *spec[:3], **keywords(spec))
+    return dense.OPERATORS.forward.run(Call.of(q, k, v, spec))
 
 
 def _averaged(q: Tensor, rows: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
@@ -81,13 +82,18 @@ def _wide(*tensors: Tensor | None) -> list[Tensor | None]:
     return [x.float() if x is not None and x.dtype == torch.float16 else x for x in tensors]
 
 
+def _gradients(saved: Sequence[Tensor | None], spec: Spec, **mask_grad: bool) -> tuple:
+    args, options = dense.OPERATORS.backward.arguments(Call.of(*saved[2:5], spec))
+    return dense.BACKWARD(*saved, *args, **options, **mask_grad)
+
+
 class _AveragingRows(library.SingleLevelFunction):
     """forward(spec, grad_share, q, k, v, rows, filled, *tensors) -> (out, lse)"""
 
     @staticmethod
     def forward(ctx, spec, grad_share, q, k, v, rows, filled, *tensors):
         with library.recording():
-            out, lse = _forward(q, k, v, rows, spec.with_tensors(Operands(*tensors)))
+            out, lse = _forward(q, k, v, rows, spec.with_operands(Operands(*tensors)))
         ctx.save_for_backward(q, k, v, out, lse, rows, filled, *tensors)
         ctx.spec, ctx.grad_share = spec, grad_share
         ctx.set_materialize_grads(False)
@@ -96,18 +102,17 @@ class _AveragingRows(library.SingleLevelFunction):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse, rows, filled, *tensors = ctx.saved_tensors
-        spec = ctx.spec.with_tensors(Operands(*tensors))
+        spec = ctx.spec.with_operands(Operands(*tensors))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         _, _, of_q, of_k, of_v, _, _, of_mask, _, of_sinks, *_ = ctx.needs_input_grad
         query, options = _averaged(q, rows, spec)
-        saved = (grad_out, grad_lse, query, k, v, out, lse, *options[:3])
-        dq, dk, dv, dmask, dsinks = dense.BACKWARD(*saved, **keywords(options), mask_grad=of_mask)
+        saved = grad_out, grad_lse, query, k, v, out, lse
+        dq, dk, dv, dmask, dsinks = _gradients(saved, options, mask_grad=of_mask)
         if of_q or of_k:
             spec = _second_pass(spec, rows, filled, q, k)
             mask, sinks = _wide(spec.attn_mask, spec.sinks)
             spec = spec._replace(attn_mask=mask, sinks=sinks)
-            saved = (*_wide(grad_out, grad_lse, q, k, v, out, lse), *spec[:3])
-            more = dense.BACKWARD(*saved, **keywords(spec))
+            more = _gradients(_wide(grad_out, grad_lse, q, k, v, out, lse), spec)
             factor = ctx.grad_share / TEMPERATURE
             dq = dq.masked_fill(rows.unsqueeze(-1), 0.0) + (more[0] * factor).to(q.dtype)
             dk = dk + (more[1] * factor).to(k.dtype)
@@ -117,13 +122,13 @@ class _AveragingRows(library.SingleLevelFunction):
 
 
 def _attention(q, k, v, *args, averaging_rows, filled_keys=None, grad_share=1.0, **options):
-    spec = Spec(*args, **options)
-    call = Call(DENSE, q, k, v, spec)
+    call = dense.OPERATORS.forward.call(q, k, v, args, options)
+    spec = call.spec
     _check(call, averaging_rows, filled_keys, grad_share)
-    if not autograd.needs_grad(call):
+    if not autograd.needs_grad(q, k, v, call.operands):
         return _forward(q, k, v, averaging_rows, spec)
     library.reject_forward_ad(OPERATOR, q, k, v, spec.attn_mask, spec.alibi_slopes, spec.sinks)
-    plain, tensors = spec.with_tensors(Operands()), Operands(*spec.tensors)
+    plain, tensors = spec.with_operands(Operands()), Operands(*spec.operands)
     given = (q, k, v, averaging_rows, filled_keys, *tensors)
     return library.apply(_AveragingRows, plain, grad_share, *given)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call import cache_checks, checks
-from fa_ops.call.call import CACHED, Call
-from fa_ops.call.options import Cache, Spec
+from fa_ops.call import checks
+from fa_ops.call.call import CACHED
 from fa_ops.ops import axes, library
+from fa_ops.ops.schemas import Schema
 from fa_ops.plans import planning
 from fa_ops.plans.outputs import dense_outputs
 
@@ -20,40 +20,17 @@ READ = torch.ops.fa.attention_with_kv_cache.default
 APPEND = torch.ops.fa.attention_with_kv_cache_append.default
 
 
-def bind(
-    kv_lens: Tensor,
-    page_table: Tensor | None = None,
-    is_causal: bool = False,
-    *,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    rotary_interleaved: bool = False,
-    num_splits: int = 0,
-    batch_invariant: bool = False,
-    unified_max: Tensor | None = None,
-    **options,
-) -> tuple[Cache, Spec]:
-    """The operators' arguments after the caches."""
-    cache = Cache(
-        page_table, key, value, k_scale, v_scale, rotary_cos, rotary_sin, rotary_interleaved,
-        num_splits, batch_invariant, unified_max,
-    )  # fmt: skip
-    return cache, Spec(None, 0.0, is_causal, kv_lens=kv_lens, **options)
+READING, APPENDING = Schema(READ, CACHED), Schema(APPEND, CACHED)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
-    cache, spec = bind(*args, **options)
-    return planning.run(Call(CACHED, q, k, v, spec, cache=cache))
+    return planning.run(CACHED, q, k, v, *READING.bind(args, options))
 
 
 def _append(q, k, v, key, value, *args, **options):
     if key is None or value is None:
         checks.given(key=key, value=value)
-    results = _forward(q, k, v, *args, key=key, value=value, **options)
+    results = planning.run(CACHED, q, k, v, *APPENDING.bind((key, value, *args), options))
     written(k, v)
     return results
 
@@ -67,13 +44,14 @@ def written(k: Tensor, v: Tensor) -> None:
 
 
 def _fake(q, k, v, *args, **options):
-    cache_checks.cached(q, k, v, *bind(*args, **options))
+    planning.check(READING.call(q, k, v, args, options), real=False)
     return dense_outputs(q, v)
 
 
 def _append_fake(q, k, v, key, value, *args, **options):
     checks.given(key=key, value=value)
-    return _fake(q, k, v, *args, key=key, value=value, **options)
+    planning.check(APPENDING.call(q, k, v, (key, value, *args), options), real=False)
+    return dense_outputs(q, v)
 
 
 _NO_GRADIENT = (

@@ -1,4 +1,4 @@
-"""The one Library, the schemas, and every private torch name the operators need."""
+"""The one Library, and every private torch name that the operators need."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.library import Library
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from fa_ops.ops.schemas import SCHEMAS
 from fa_ops.tracing import PLAIN, in_functorch, is_dispatched
 
 # Actions that wait until a module is imported, for parts of torch that not everyone uses.
@@ -66,68 +67,10 @@ def after_import(name: str, action: Callable[[], object]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, action))
 
 
-# The operators' schemas and library, and every private torch name that they need.
+# The operators' library, and every private torch name that they need.
 
 TAGS = (Tag.pt2_compliant_tag,)
 
-# The keyword-only tail of every operator, in the order of `Spec` after its first three fields.
-_OPTIONS = (
-    "*, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, "
-    "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? kv_lens=None, {ranges}"
-    "Tensor? dropout_seed=None, bool deterministic=False, str? backend=None"
-)
-_DENSE = (
-    "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
-    + _OPTIONS.format(ranges="Tensor? key_ranges=None, ")
-    + ", Tensor? mask_blocks=None"
-)
-_PACKED = (
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt? max_seqlen_q=None, "
-    "SymInt? max_seqlen_k=None, float dropout_p=0.0, bool is_causal=False, "
-    + _OPTIONS.format(ranges="")
-)
-_QKV = "Tensor query, Tensor key, Tensor value"
-_CACHED = (
-    "Tensor kv_lens, Tensor? page_table=None, bool is_causal=False, *, float? scale=None, "
-    "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, "
-    "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, "
-    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, "
-    "SymInt num_splits=0, bool batch_invariant=False, str? backend=None, "
-    "Tensor? key_ranges=None, Tensor? unified_max=None"
-)
-_QUANTIZED = (
-    "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, bool is_causal=False, *, "
-    "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, "
-    "Tensor? sinks=None, Tensor? kv_lens=None, Tensor? key_ranges=None, "
-    "ScalarType? qk_dtype=None, bool smooth_key=True, bool rotate=False, str? backend=None"
-)
-_SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
-
-SCHEMAS = {
-    "attention": f"({_QKV}, {_DENSE}) -> Tensor",
-    "attention_with_lse": f"({_QKV}, {_DENSE}) -> (Tensor, Tensor)",
-    # gradients of query, key, value, attn_mask, sinks; the last two are empty where they don't
-    # apply
-    "attention_backward": f"({_SAVED}, {_DENSE}, bool mask_grad=False) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "attention_averaging_rows": f"({_QKV}, {_DENSE}, Tensor averaging_rows, "
-    "Tensor? filled_keys=None, float grad_share=1.0) -> (Tensor, Tensor)",
-    "attention_varlen": f"({_QKV}, {_PACKED}) -> (Tensor, Tensor)",
-    # gradients of query, key, value, sinks
-    "attention_varlen_backward": f"({_SAVED}, {_PACKED}) -> (Tensor, Tensor, Tensor, Tensor)",
-    "attention_with_kv_cache": "(Tensor query, Tensor key_cache, Tensor value_cache, "
-    f"{_CACHED}) -> (Tensor, Tensor)",
-    # an operator of its own, so that reading a cache is no mutation to a compiler
-    "attention_with_kv_cache_append": "(Tensor query, Tensor(a!) key_cache, "
-    f"Tensor(b!) value_cache, Tensor key, Tensor value, {_CACHED}) -> (Tensor, Tensor)",
-    # 16-bit tensors, which it quantises, or e4m3 ones with their scales
-    "quantized_attention": f"({_QKV}, {_QUANTIZED}) -> (Tensor, Tensor)",
-    # which tiles of a mask attention may skip, and where it need not read the mask
-    "mask_blocks": "(Tensor attn_mask) -> Tensor",
-    "merge_states": "(Tensor outs, Tensor lses) -> (Tensor, Tensor)",
-    # (count,) int64 from torch's generator of the tensor's device; nothing else of it is read
-    "dropout_seed": "(Tensor like, SymInt count=1) -> Tensor",
-}
 _MORE_TAGS = {"dropout_seed": (Tag.nondeterministic_seeded, Tag.flexible_layout)}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call import backend_option, call, checks
+from fa_ops.call import backend_option, checks
 from fa_ops.call.options import mask_blocks_shape
 from fa_ops.ops import library
-from fa_ops.plans import planning
+from fa_ops.plans import dispatch, outputs
 
 MASK_BLOCKS = torch.ops.fa.mask_blocks.default
 
@@ -16,10 +16,11 @@ MASK_BLOCKS = torch.ops.fa.mask_blocks.default
 def _mask_blocks(attn_mask: Tensor) -> Tensor:
     checks.attn_mask(attn_mask)
     mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    described = call.Call(
-        call.MASK_BLOCKS, mask, mask, mask, backend=backend_option.chosen() or "auto"
-    )
-    return planning.plan_for(described).prepare(described)(mask)
+    if not mask.numel():
+        return outputs.no_blocks(mask)
+    name = backend_option.chosen() or "auto"
+    backend = dispatch.choose_for(name, mask.device, lambda b: b.mask_blocks_error(mask))
+    return backend.mask_blocks(mask)
 
 
 def _fake(attn_mask: Tensor) -> Tensor:

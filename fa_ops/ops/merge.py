@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from fa_ops.call import call, checks
+from fa_ops.call import checks
 from fa_ops.ops import library
-from fa_ops.plans import dispatch, planning
+from fa_ops.plans import dispatch, outputs
 
 MERGE = torch.ops.fa.merge_states.default
 
 
 def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     checks.states(outs, lses)
-    merging = call.Call(call.MERGE, outs, outs, outs, backend=dispatch.merging_backend())
-    return planning.plan_for(merging).prepare(merging)(outs.contiguous(), lses.contiguous())
+    if not outs.numel():
+        return outputs.merged(outs, lses)
+    backend = _backend(dispatch.merging_backend(), outs)
+    return backend.merge_states(outs.contiguous(), lses.contiguous())
+
+
+def _backend(name: str, outs: Tensor) -> ModuleType:
+    return dispatch.choose_for(name, outs.device, lambda backend: backend.merge_error(outs))
+
+
+def merger_into(out: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """What merges a state into one like this, in place: (out, lse, part, part_lse) -> None."""
+    return merger_of(_backend("auto", out)) if out.numel() else outputs.merged_into
+
+
+def merger_of(backend: ModuleType) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """The same of a backend. Without a kernel for that, it merges into tensors that are copied."""
+    if hasattr(backend, "merge_into"):
+        return backend.merge_into
+
+    def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        outs = torch.stack((out, part.to(out.dtype)))
+        merged, merged_lse = backend.merge_states(outs, torch.stack((lse, part_lse)))
+        out.copy_(merged)
+        lse.copy_(merged_lse)
+
+    return merge_into
 
 
 def _fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

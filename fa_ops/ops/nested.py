@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fa_ops import tracing
-from fa_ops.call.call import PACKED, Call
-from fa_ops.call.options import Packing, Spec
-from fa_ops.ops import autograd, axes, library, varlen
+from fa_ops.call.call import Call, attention_call
+from fa_ops.call.options import Operands, Options
+from fa_ops.ops import axes, library, varlen
 
 _RAGGED = 2  # the dimension of lengths
 
@@ -36,19 +36,21 @@ def _nested(values: Tensor, like: Tensor) -> Tensor:
     return library.nested_like(values, like)
 
 
-def _pack(call: dict) -> tuple[dict, Packing, Spec]:
-    """Tensors as tokens, and the packed operators' other arguments."""
+def _pack(call: dict) -> tuple[dict, Call]:
+    """Tensors as tokens, and a packed call with the other arguments."""
     for name in ("attn_mask", "key_ranges", "mask_blocks"):
         if call.get(name) is not None:
             raise NotImplementedError(
                 f"{name} does not go with NestedTensors, use kv_lens or window"
             )
-    spec = Spec(**{name: call[name] for name in Spec._fields if name in call})
+    others = (*Operands._fields, *Options._fields)
+    arguments = {name: call[name] for name in others if name in call}
     names = ("query", "key", "value", "grad_out", "grad_lse", "out", "lse")
     given = {name: call[name] for name in names if call.get(name) is not None}
     tokens = {name: _tokens(name, x) for name, x in given.items()}
     _need_same_lengths(call["key"], call["value"])
-    return tokens, Packing(_cu_seqlens(call["query"]), _cu_seqlens(call["key"])), spec
+    ends = {"cu_seqlens_q": _cu_seqlens(call["query"]), "cu_seqlens_k": _cu_seqlens(call["key"])}
+    return tokens, attention_call(None, None, None, packed=True, **arguments | ends)
 
 
 def _need_same_lengths(key: Tensor, value: Tensor) -> None:
@@ -62,8 +64,8 @@ def _need_same_lengths(key: Tensor, value: Tensor) -> None:
 
 def _forward_rule(cls, operator, types, args: tuple, options: dict | None = None):
     call = axes.bind(operator, args, options or {})
-    tokens, packing, spec = _pack(call)
-    rest, keywords = autograd.arguments(Call(PACKED, None, None, None, spec, packing))
+    tokens, packed = _pack(call)
+    rest, keywords = varlen.OPERATORS.forward.arguments(packed)
     out, lse = varlen.VARLEN(*tokens.values(), *rest, **keywords)
     out = _nested(out, call["query"])
     return (out, _nested(lse, call["query"])) if operator._opname != "attention" else out
@@ -71,8 +73,8 @@ def _forward_rule(cls, operator, types, args: tuple, options: dict | None = None
 
 def _backward_rule(cls, operator, types, args: tuple, options: dict | None = None):
     call = axes.bind(operator, args, options or {})
-    tokens, packing, spec = _pack(call)
-    rest, keywords = autograd.arguments(Call(PACKED, None, None, None, spec, packing))
+    tokens, packed = _pack(call)
+    rest, keywords = varlen.OPERATORS.backward.arguments(packed)
     names = ("grad_out", "grad_lse", "query", "key", "value", "out", "lse")
     dq, dk, dv, dsinks = varlen.BACKWARD(*(tokens.get(name) for name in names), *rest, **keywords)
     like = (call["query"], call["key"], call["value"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call import checks, quantized_checks
-from fa_ops.call.call import QUANTIZED, Call
-from fa_ops.call.options import Operands, Quantization, Spec
+from fa_ops.call import checks
+from fa_ops.call.call import QUANTIZED
+from fa_ops.call.options import Operands
 from fa_ops.ops import axes, library
+from fa_ops.ops.schemas import Schema
 from fa_ops.plans import planning
 from fa_ops.plans.outputs import dense_outputs
 
@@ -16,20 +17,7 @@ QUANTIZED_ATTENTION = torch.ops.fa.quantized_attention.default
 _TENSORS = ("query", "key", "value", *Operands._fields)
 
 
-def bind(
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    is_causal: bool = False,
-    *,
-    qk_dtype: torch.dtype | None = None,
-    smooth_key: bool = True,
-    rotate: bool = False,
-    **options,
-) -> tuple[Quantization, Spec]:
-    """The operator's arguments after query, key and value."""
-    quantization = Quantization(q_scale, k_scale, v_scale, qk_dtype, smooth_key, rotate)
-    return quantization, Spec(None, 0.0, is_causal, **options)
+SCHEMA = Schema(QUANTIZED_ATTENTION, QUANTIZED)
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
@@ -42,12 +30,11 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
-    quantization, spec = bind(*args, **options)
-    return planning.run(Call(QUANTIZED, q, k, v, spec, quantization=quantization))
+    return planning.run(QUANTIZED, q, k, v, *SCHEMA.bind(args, options))
 
 
 def _fake(q, k, v, *args, **options):
-    quantized_checks.quantized(q, k, v, *bind(*args, **options))
+    planning.check(SCHEMA.call(q, k, v, args, options), real=False)
     return dense_outputs(q, v)
 
 

@@ -229,30 +229,28 @@ def _pairs(q: Tensor, k: Tensor, packing: Packing) -> int:
 
 
 def _packed_flops(query, key, value, *args, out_val=None, **options) -> int:
-    packing, _ = varlen.bind(*args, **options)
-    pairs = _pairs(query, key, packing)
+    call = varlen.OPERATORS.forward.call(query, key, value, args, options)
+    pairs = _pairs(query, key, call.packing)
     return _flops(query.shape[1], pairs, query.shape[2], value.shape[2], backward=False)
 
 
 def _packed_backward_flops(
     grad_out, grad_lse, query, key, value, out, lse, *args, out_val=None, **options
 ) -> int:
-    packing, _ = varlen.bind(*args, **options)
-    pairs = _pairs(query, key, packing)
+    call = varlen.OPERATORS.backward.call(query, key, value, args, options)
+    pairs = _pairs(query, key, call.packing)
     return _flops(query.shape[1], pairs, query.shape[2], value.shape[2], backward=True)
 
 
 def _cached_flops(query, key_cache, value_cache, *args, out_val=None, **options) -> int:
     """FLOPs of the keys in use; of the whole capacity where the lengths are symbolic."""
-    if args[0].is_floating_point():
-        options["key"], options["value"], *args = args
-    cache, spec = kv_cache.bind(*args, **options)
+    schema = kv_cache.APPENDING if args[0].is_floating_point() else kv_cache.READING
+    call = schema.call(query, key_cache, value_cache, args, options)
     B, Hq, Sq, D = query.shape
-    lens, new = spec.kv_lens, 0 if cache.key is None else cache.key.shape[2]
+    lens, key = call.operands.kv_lens, call.operands.new_key
+    new = 0 if key is None else key.shape[2]
     if lens.device.type == "meta" or type(lens) is not Tensor:
-        table = cache.page_table
-        capacity = key_cache.shape[2] if table is None else table.shape[1] * key_cache.shape[1]
-        keys = B * capacity
+        keys = B * call.num_keys
     else:
         keys = int((lens.long() + new).sum())
     return _flops(Hq, Sq * keys, D, value_cache.shape[3], backward=False)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fa_ops.call.backend_option import BACKENDS, check_name, chosen
@@ -35,19 +37,28 @@ _available: dict[str, str | None] = {}
 def choose(call: Call) -> ModuleType:
     """The backend that runs this call: the one asked for, or the first that supports it.
 
+    Raises as `choose_for` does.
+    """
+    return choose_for(call.backend, call.query.device, lambda backend: backend.supports(call))
+
+
+def choose_for(
+    name: str, device: torch.device, refusal: Callable[[ModuleType], str | None]
+) -> ModuleType:
+    """The backend with this name, or for "auto" the first of the device without a `refusal`.
+
     Raises:
         ValueError: no backend has the name asked for.
         NotImplementedError: the backend asked for, or every one, refuses the call; the message
             says why.
     """
-    name, device = call.backend, call.query.device
     check_name(name)
     reasons = {}
     candidates = AUTO.get(device.type, ()) if name == "auto" else (name,)
     for candidate in candidates:
         reason = available_error(candidate)
         backend = load(candidate) if reason is None else None
-        reasons[candidate] = reason or backend.supports(call)
+        reasons[candidate] = reason or refusal(backend)
         if reasons[candidate] is None:
             for preferred in reasons:
                 _warn_if_missing(preferred)

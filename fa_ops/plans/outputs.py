@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call.call import (
-    MASK_BLOCKS,
-    MERGE,
-    MERGE_INTO,
-    PACKED,
-    Call,
-    Plan,
-    Run,
-    general,
-)
+from fa_ops.call.call import Call, Plan, Run, general
 from fa_ops.call.checks import FP8, lse_dtype
 from fa_ops.call.options import (
     Cache,
@@ -44,26 +35,23 @@ def packed_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def plan(call: Call) -> Plan:
     """The plan of an empty call: zeros, and of lse what a row without keys has."""
-    if call.kind == MERGE:
-        return Plan("empty", lambda call: _merged)
-    if call.kind == MERGE_INTO:
-        return Plan("empty", lambda call: _merged_into)
-    if call.kind == MASK_BLOCKS:
-        return Plan("empty", lambda call: _no_blocks)
-    if call.kind == PACKED:
+    if call.is_packed:
         return general("empty", _packed if call.saved is None else _packed_gradients)
     return general("empty", _dense if call.saved is None else _dense_gradients)
 
 
-def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """The merged states of no elements of `outs`."""
     return outs.new_empty(outs.shape[1:]), torch.logsumexp(lses, 0)
 
 
-def _merged_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merged_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """The same for one state into another, in place."""
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-def _no_blocks(mask: Tensor) -> Tensor:
+def no_blocks(mask: Tensor) -> Tensor:
+    """The `mask_blocks` of a mask without elements."""
     return torch.zeros(mask_blocks_shape(mask), dtype=torch.int32, device=mask.device)
 
 
@@ -128,8 +116,8 @@ def with_features(call: Call) -> Call:
 
     They change no product. The head dimensions become equal, which backends support best.
     """
-    q, k, v, tensors = _padded(call.query, call.key, call.value, call.tensors)
-    call, saved = call.with_tensors(tensors)._replace(query=q, key=k, value=v), call.saved
+    q, k, v, tensors = _padded(call.query, call.key, call.value, call.operands)
+    call, saved = call._replace(query=q, key=k, value=v, operands=tensors), call.saved
     if saved is not None and not saved.out.shape[-1]:
         zeros = _wide(saved.out, v.shape[-1])
         call = call._replace(saved=saved._replace(grad_out=zeros, out=zeros))

@@ -22,18 +22,16 @@ from torch import Tensor
 
 from fa_ops.call import backend_option, cache_checks, cache_memory, checks, quantized_checks
 from fa_ops.call.call import (
-    APPEND,
     CACHED,
     DENSE,
-    OPERANDS_OF,
     PACKED,
     PAGED,
     QUANTIZED,
-    QUANTIZED_PACKED,
     Call,
     Plan,
     Run,
     Saved,
+    Signature,
     append_then_attend,
 )
 from fa_ops.call.options import (
@@ -42,6 +40,7 @@ from fa_ops.call.options import (
     TOKEN_SCALES,
     Operands,
     OperandSet,
+    Options,
     bounded,
     operand_set,
     rows_are_aligned,
@@ -60,9 +59,11 @@ _LIMIT = 1024
 class Prepared:
     """The prepared plan of all calls of one geometry."""
 
-    def __init__(self, run: Run, call: Call, scalars: tuple, operands: OperandSet) -> None:
+    def __init__(
+        self, run: Run, signature: Signature, options: Options, scalars: tuple, operands: OperandSet
+    ) -> None:
         self.run = run
-        self.call = call  # without tensors
+        self.signature, self.options = signature, options  # of the calls
         self.scalars = scalars  # as `key_of` was given them
         self.operands = operands  # that the calls have
         self.last_call: LastCall | None = None  # by which calls that repeat are recognised
@@ -74,12 +75,12 @@ _plans: dict[tuple, Plan] = {}
 
 
 def key_of(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, scalars: tuple
+    signature: Signature, q: Tensor, k: Tensor, v: Tensor, operands: Operands, scalars: tuple
 ) -> tuple | None:
     """The geometry of a call; None where an argument is no tensor or has no strides.
 
-    `scalars` begin with those of `Scalars`. Their types are part of the geometry: the checks refuse
-    1 for a bool, but it equals True.
+    The types of scalars are part of the geometry: the checks refuse 1 for a bool, but it equals
+    True.
     """
     try:
         dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
@@ -87,7 +88,7 @@ def key_of(
             backend_option.chosen() if backend_option.open_blocks() else backend_option.default
         )
         key = (
-            kind, q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
+            signature, q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
             dtype, k.dtype, v.dtype, q.device, k.device, v.device, backend,
             scalars, tuple(map(type, scalars)),
         )  # fmt: skip
@@ -95,8 +96,8 @@ def key_of(
             key += (k.data_ptr() == v.data_ptr(),)
         if dtype is torch.float32:
             key += (torch.backends.cuda.matmul.fp32_precision,)
-        if tensors is not NO_OPERANDS:
-            given = OPERANDS_OF[kind].select(tensors)
+        if operands is not NO_OPERANDS:
+            given = signature.operands.select(operands)
             key += tuple(
                 [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in given]
             )
@@ -122,7 +123,8 @@ def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
     """
     if key is None:
         check(call)
-    family, operands = _family_of(key, call), call.tensors
+    signature, operands = call.signature, call.operands
+    family = _family_of(key, call, signature)
     plan = _plans.get(family)
     if plan is None:
         check(call)
@@ -135,7 +137,7 @@ def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
         plan = _keep(_plans, family, plan_for(normal))
     run = _with_steps_before(plan.prepare(normal), call, step)
     given = NO_OPERAND_SET if operands is NO_OPERANDS else operand_set(operands)
-    return _keep(_prepared, key, Prepared(run, call.without_tensors(), scalars, given))
+    return _keep(_prepared, key, Prepared(run, signature, call.options, scalars, given))
 
 
 def _keep(known: dict, key: tuple, value):
@@ -152,44 +154,51 @@ def forget() -> None:
     _plans.clear()
 
 
-def run(call: Call, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+def run(
+    signature: Signature, q: Tensor, k: Tensor, v: Tensor, operands: Operands, scalars: tuple,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run a forward call by its plan: out and lse, which may be None if not `with_lse`.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as `prepare` does.
     """
-    plan = plan_of(call)
-    return plan.run(call.query, call.key, call.value, call.tensors, with_lse)
+    plan = plan_of(signature, q, k, v, operands, scalars)
+    return plan.run(q, k, v, operands, with_lse)
 
 
-def plan_of(call: Call) -> Prepared:
+def plan_of(
+    signature: Signature, q: Tensor, k: Tensor, v: Tensor, operands: Operands, scalars: tuple
+) -> Prepared:
     """Find or make what runs a forward call. Raises as `prepare` does."""
-    scalars = scalars_of(call)
-    key = key_of(call.kind, call.query, call.key, call.value, call.tensors, scalars)
-    return prepared(key) or prepare(key, call, scalars)
+    key = key_of(signature, q, k, v, operands, scalars)
+    return prepared(key) or prepare(key, signature.call(q, k, v, operands, scalars), scalars)
 
 
-def with_backend(call: Call) -> Call:
-    """The call with the backend that is chosen now, on which its backward pass will then run."""
-    backend = call.spec.backend or backend_option.chosen()
-    return call._replace(spec=call.spec._replace(backend=backend)) if backend else call
+def with_backend(scalars: tuple) -> tuple:
+    """Scalars with the backend that is chosen now, on which the backward pass will then run."""
+    backend = scalars[_BACKEND] or backend_option.chosen()
+    return (*scalars[:_BACKEND], backend, *scalars[_BACKEND + 1 :]) if backend else scalars
+
+
+_BACKEND = Options._fields.index("backend")
 
 
 def prepared_backward(
-    call: Call, scalars: tuple, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, saved: Saved
-) -> Prepared:
+    signature: Signature, options: Options, scalars: tuple, q: Tensor, k: Tensor, v: Tensor,
+    operands: Operands, saved: Saved,
+) -> Prepared:  # fmt: skip
     """Find or make what runs the backward pass of a call.
 
-    Only the options of `call` are read; `scalars` are those of its forward pass, for `key_of`.
+    `scalars` are those of its forward pass, for `key_of`, which the checked `options` mean.
     """
     scalars = backward_scalars(scalars, saved)
-    key = key_of(call.kind, q, k, v, tensors, scalars)
+    key = key_of(signature, q, k, v, operands, scalars)
     found = prepared(key)
     if found is None:
-        call = call.with_tensors(tensors)._replace(query=q, key=k, value=v, saved=saved)
         if torch.are_deterministic_algorithms_enabled():
-            call = call._replace(spec=call.spec._replace(deterministic=True))
-        found = prepare(key, call, scalars)
+            options = options._replace(deterministic=True)
+        found = prepare(key, Call(q, k, v, operands, options, saved), scalars)
     return found
 
 
@@ -207,83 +216,67 @@ def backward_scalars(scalars: tuple, saved: Saved) -> tuple:
     return *geometry, grad_lse.shape, grad_lse.stride(), grad_lse.dtype, grad_lse.device
 
 
-def scalars_of(call: Call) -> tuple:
-    """The scalars of a forward call, for `key_of`."""
-    spec, packing, cache = call.spec, call.packing, call.cache
-    common = (
-        spec.is_causal, spec.dropout_p, spec.scale, spec.window_left, spec.window_right,
-        spec.softcap, spec.deterministic, spec.backend,
-    )  # fmt: skip
-    if packing is not None:
-        return *common, packing.max_seqlen_q, packing.max_seqlen_k
-    if cache is not None:
-        return *common, cache.rotary_interleaved, cache.num_splits, cache.batch_invariant
-    if call.quantization is not None:
-        return *common, *call.quantization[3:]
-    return common
-
-
 def plan_for(call: Call) -> Plan:
     """The plan of a legal, normalised call, by the backend that `dispatch` chooses."""
     if call.is_empty:
         return outputs.plan(call)
     backend = dispatch.choose(call)
-    if call.kind == CACHED and call.writes_cache:
-        append, rest = call._replace(kind=APPEND), call.read_only()
-        reader = backend if backend.supports(append) else dispatch.choose(rest)
+    if call.writes_cache:
+        rest = call.read_only()
+        reader = backend if backend.append_error(call) else dispatch.choose(rest)
         if reader is not backend:
             name = reader.__name__.rpartition(".")[2]
-            return append_then_attend(backend.plan(append), plan_for(rest), name)
+            return append_then_attend(backend.append_plan(call), plan_for(rest), name)
     return backend.plan(call)
 
 
-def _family_of(key: tuple, call: Call) -> tuple:
+def _family_of(key: tuple, call: Call, signature: Signature) -> tuple:
     """The key of all calls that the checks and backends treat alike.
 
     It has the position of the number of keys among the powers of two, and the alignment of rows, in
     place of the number and the strides of keys. Of paged caches it has the pages, without how many
     of them a row may use.
     """
-    q, k, v = call.query, call.key, call.value
+    q, k, v, operands = call.query, call.key, call.value, call.operands
     if (
-        call.kind not in (DENSE, CACHED)
+        not (signature is DENSE or signature is CACHED)
         or call.saved is not None
         or not q.dim() == k.dim() == v.dim() == 4
     ):
         return key
-    table, mask = call.cache and call.cache.page_table, call.spec.attn_mask
+    table, mask = operands.page_table, operands.attn_mask
     if table is not None and table.dim() != 2:
         return key
     keys = k.shape[2] if table is None else call.num_keys
     size = keys.bit_length(), (keys - 1).bit_length(), rows_are_aligned(q, k, v)
     if table is not None:
         described = table.shape[0], table.dtype, table.device
-        return *_with_tensor(key, call, "page_table", described), *size
-    if call.spec.mask_blocks is not None:  # whose shape is checked against the number of keys
+        return *_with_operand(key, signature, "page_table", described), *size
+    if operands.mask_blocks is not None:  # whose shape is checked against the number of keys
         return key
     # every stride of a cache that is written to is checked, and the shape of scales of tokens
-    if call.kind == CACHED and (call.writes_cache or _has_token_scales(call)):
+    if call.is_cached and (call.writes_cache or _has_token_scales(operands)):
         return key
     if mask is not None:
         shape = [n if at or n != keys else "keys" for at, n in enumerate(reversed(mask.shape))]
-        key = _with_tensor(key, call, "attn_mask", (*shape, mask.dtype, mask.device))
-    kind, q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *rest = key
+        key = _with_operand(key, signature, "attn_mask", (*shape, mask.dtype, mask.device))
+    _, q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *rest = key
     return (
-        kind, q_shape, q_strides, k_shape[:2], k_shape[3], v_shape[:2], v_shape[3],
+        signature, q_shape, q_strides, k_shape[:2], k_shape[3], v_shape[:2], v_shape[3],
         keys == v_shape[2], *size, k_strides[3], v_strides[3], k_strides == v_strides, *rest,
     )  # fmt: skip
 
 
-def _with_tensor(key: tuple, call: Call, name: str, described: tuple) -> tuple:
-    """A key of `key_of` with another description of an optional tensor."""
-    names = OPERANDS_OF[call.kind].names
+def _with_operand(key: tuple, signature: Signature, name: str, described: tuple) -> tuple:
+    """A key of `key_of` with another description of an operand."""
+    names = signature.operands.names
     at = len(key) - len(names) + names.index(name)
     return *key[:at], described, *key[at + 1 :]
 
 
-def _has_token_scales(call: Call) -> bool:
-    table, k_scale, v_scale = call.cache.page_table, call.cache.k_scale, call.cache.v_scale
-    return scales_of(k_scale, v_scale, table is not None) == TOKEN_SCALES
+def _has_token_scales(operands: Operands) -> bool:
+    is_paged = operands.page_table is not None
+    return scales_of(operands.k_scale, operands.v_scale, is_paged) == TOKEN_SCALES
 
 
 def check(call: Call, real: bool = True) -> None:
@@ -291,24 +284,25 @@ def check(call: Call, real: bool = True) -> None:
 
     `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
-    q, k, v, saved = call.query, call.key, call.value, call.saved
-    if call.kind == DENSE:
-        checks.dense(q, k, v, call.spec, real)
-    elif call.kind == PACKED:
-        checks.packed(q, k, v, call.packing, call.spec, real)
-    elif call.kind == PAGED:
-        cache_checks.paged(q, k, v, call.packing, call.cache, call.spec)
-    elif call.kind == QUANTIZED_PACKED:
-        table = call.cache and call.cache.page_table
-        quantized_checks.packed(q, k, v, call.packing, table, call.quantization, call.spec)
-    elif call.kind == QUANTIZED:
-        quantized_checks.quantized(q, k, v, call.quantization, call.spec, real)
+    q, k, v, saved, spec = call.query, call.key, call.value, call.saved, call.spec
+    signature = call.signature
+    if signature is DENSE:
+        checks.dense(q, k, v, spec, real)
+    elif signature is PACKED:
+        checks.packed(q, k, v, call.packing, spec, real)
+    elif signature is CACHED:
+        cache_checks.cached(q, k, v, call.cache, spec, real)
+    elif signature is PAGED:
+        cache_checks.paged(q, k, v, call.packing, call.cache, spec)
+    elif signature is QUANTIZED:
+        quantized_checks.quantized(q, k, v, call.quantization, spec, real)
     else:
-        cache_checks.cached(q, k, v, call.cache, call.spec, real)
+        table = call.operands.page_table
+        quantized_checks.packed(q, k, v, call.packing, table, call.quantization, spec)
     if saved is not None:
         checks.saved(q, v, saved)
         if saved.mask_grad:
-            checks.mask_grad(call.spec)
+            checks.mask_grad(spec)
 
 
 def normalised(call: Call) -> Call:
@@ -317,17 +311,18 @@ def normalised(call: Call) -> Call:
     Small tensors are contiguous, as kernels index them flat. A window that excludes no key is -1.
     New keys without tokens are None. Head dimensions of 0 are padded.
     """
-    return _normalised(call, _normalising_step(call.tensors))
+    return _normalised(call, _normalising_step(call.operands))
 
 
 def _normalised(call: Call, step: Callable[[Operands], Operands] | None) -> Call:
     if step is not None:
-        call = call.with_tensors(step(call.tensors))
-    spec = call.spec
-    if spec.window_left >= 0 or spec.window_right >= 0:
-        left, right = bounded(spec.window_left), bounded(spec.window_right)
-        spec = spec._replace(window_left=left, window_right=right)
-    call = call._replace(spec=spec, backend=spec.backend or backend_option.chosen() or "auto")
+        call = call._replace(operands=step(call.operands))
+    options = call.options
+    if options.window_left >= 0 or options.window_right >= 0:
+        left, right = bounded(options.window_left), bounded(options.window_right)
+        options = options._replace(window_left=left, window_right=right)
+    backend = options.backend or backend_option.chosen() or "auto"
+    call = call._replace(options=options, backend=backend)
     return outputs.with_features(call) if outputs.needs_features(call) else call
 
 
@@ -359,7 +354,7 @@ def _with_steps_before(run: Run, call: Call, step: Callable[[Operands], Operands
         run = outputs.adding_features(run, call)
     if step is not None:
         run = _after(step, run, call)
-    if call.kind == CACHED and call.cache.key is not None:
+    if call.operands.new_key is not None:
         run = cache_memory.checking(run, call.key, call.value)
     check_values = _check_of_values(call)
     if check_values is None:
@@ -370,10 +365,11 @@ def _with_steps_before(run: Run, call: Call, step: Callable[[Operands], Operands
 
 def _check_of_values(call: Call) -> Callable[..., None] | None:
     """What checks lengths, pages or cu_seqlens on the host; on CUDA kernels clamp them."""
-    if call.kind == PACKED and call.query.device.type == "cpu":
-        longest = call.packing.max_seqlen_q, call.packing.max_seqlen_k
+    signature = call.signature
+    if signature is PACKED and call.query.device.type == "cpu":
+        longest = call.options.max_seqlen_q, call.options.max_seqlen_k
         return functools.partial(checks.values, longest=longest)
-    if call.kind == CACHED and (call.query.device.type == "cpu" or DEBUG):
+    if signature is CACHED and (call.query.device.type == "cpu" or DEBUG):
         return cache_checks.values
     return None
 

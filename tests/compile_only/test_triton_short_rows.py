@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch, short_rows  # noqa: E402
 from fa_ops.backends.triton.configs import holds_short_rows  # noqa: E402
-from fa_ops.call.call import DENSE, Call, Saved  # noqa: E402
+from fa_ops.call.call import Call, Saved  # noqa: E402
 from fa_ops.call.options import Operands, Spec  # noqa: E402
 from tests.compile_only.sass import assert_fits, disassembled, main_loop  # noqa: E402
 
@@ -105,7 +105,7 @@ def tensors(shift=0, shared=True):
 def prepared(backward, shared=True):
     """() -> what runs calls with the geometry of `tensors`, forward or backward."""
     q, k, v, bias = tensors(shared=shared)
-    call = Call(DENSE, q, k, v, Spec(bias))
+    call = Call.of(q, k, v, Spec(bias))
     if not backward:
         run = short_rows.prepare(call)
         return lambda q, k, v, bias: run(q, k, v, Operands(bias))

@@ -290,7 +290,7 @@ def check_scale() -> None:
     with torch.no_grad():
         found = context_parallel_attention(q, k, v, None, scheme, scale=parameter)
     assert torch.equal(found, wanted[1])
-    held = [x for key in requests._known for x in key if isinstance(x, requests.Options)]
+    held = [x for key in requests._known for x in key if isinstance(x, requests.ParallelOptions)]
     assert held and not any(isinstance(x.scale, torch.Tensor) for x in held)
     rank = dist.get_rank()
     for wrong, match in (

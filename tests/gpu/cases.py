@@ -13,7 +13,7 @@ import torch
 
 from fa_ops.backends import hopper, reference
 from fa_ops.backends.hopper import backward, decode, eight_bit, forward, kernel_plan, mla
-from fa_ops.call.call import CACHED, DENSE, Call
+from fa_ops.call.call import Call
 from fa_ops.call.options import Cache, Spec
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
@@ -35,8 +35,7 @@ def chosen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, cache: Cache | None = None
 ) -> ModuleType:
     """The backend of a dense call, or with `cache` of a call over a cache."""
-    kind = DENSE if cache is None else CACHED
-    return dispatch.choose(planning.normalised(Call(kind, q, k, v, spec, cache=cache)))
+    return dispatch.choose(planning.normalised(Call.of(q, k, v, spec, cache=cache)))
 
 
 @contextlib.contextmanager

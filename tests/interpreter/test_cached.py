@@ -7,7 +7,7 @@ import torch
 
 from fa_ops.backends import conversion, cpu, reference, triton
 from fa_ops.backends.triton import launch
-from fa_ops.call.call import CACHED, Call
+from fa_ops.call.call import Call
 from fa_ops.call.options import Cache, Spec
 from fa_ops.plans import dispatch
 from fa_ops.testing import caches as broken_caches
@@ -35,7 +35,7 @@ FEATURES = {
 
 
 def kernel_of(q, k, v, cache, spec):
-    return triton.plan(Call(CACHED, q, k, v, spec, cache=cache)).kernel
+    return triton.plan(Call.of(q, k, v, spec, cache=cache)).kernel
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_e4m3_caches_are_converted(changes, dense):
 
 
 def test_large_e4m3_caches_are_not_converted(monkeypatch):
-    call = Call(CACHED, *CacheCase(**MANY, fp8=True).fresh()[:3], Spec(), cache=Cache())
+    call = Call.of(*CacheCase(**MANY, fp8=True).fresh()[:3], Spec(), cache=Cache())
     assert cached.attends_whole_rows(call)
     # 90 keys of 2 rows with 2 heads of 32 numbers; the limit is 64 keys, a power of two
     monkeypatch.setattr(conversion, "MAX_BYTES", 2 * 2 * 90 * 32 * 4)

@@ -8,7 +8,7 @@ import torch
 
 from fa_ops.backends import reference, triton
 from fa_ops.backends.triton import launch
-from fa_ops.call.call import CACHED, DENSE, Call
+from fa_ops.call.call import Call
 from fa_ops.call.options import Cache, Spec
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
@@ -87,7 +87,7 @@ FEATURES = {
 
 
 def cached(q, k, v, cache, spec):
-    return Call(CACHED, q, k, v, spec, cache=cache)
+    return Call.of(q, k, v, spec, cache=cache)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -226,7 +226,7 @@ def test_a_prepared_call_takes_other_tensors(changes):
         if seed == 2:  # an address of its own kind
             q = torch.cat([q.flatten()[:1], q.flatten()])[1:].view_as(q)
         expected = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)
-        results = run(q, k, v, cached(q, k, v, cache, spec).tensors)
+        results = run(q, k, v, cached(q, k, v, cache, spec).operands)
         for found, wanted in zip(results, expected):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
@@ -245,7 +245,7 @@ def test_a_prepared_call_follows_torchs_fp32_precision(monkeypatch):
     run = decode.prepare_cached(call)
     for switch in ("ieee", "tf32", "tf32", "ieee"):
         monkeypatch.setattr(decode, "precision", lambda dtype, switch=switch: switch)
-        run(q, k, v, call.tensors, False)
+        run(q, k, v, call.operands, False)
     assert compiled == ["ieee", "tf32"]
 
 
@@ -260,11 +260,11 @@ def test_a_prepared_call_refuses_fp8_caches_at_odd_addresses_before_it_writes(mo
     call = cached(q, k, v, cache, spec)
     run = decode.prepare_cached(call)
     monkeypatch.setattr(decode, "_bind", lambda *_: lambda *args: "attended")
-    assert run(q, moved(k, 2), moved(v, 2), call.tensors, False) == "attended"
+    assert run(q, moved(k, 2), moved(v, 2), call.operands, False) == "attended"
     for name, by in (("key_cache", (1, 2)), ("value_cache", (2, 1))):
         caches = [moved(x, offset) for x, offset in zip((k, v), by)]
         with pytest.raises(NotImplementedError, match=f"even strides and addresses, {name}"):
-            run(q, *caches, call.tensors, False)
+            run(q, *caches, call.operands, False)
         for found, before in zip(caches, (k, v)):
             assert torch.equal(found.view(torch.uint8), before.view(torch.uint8))
 
@@ -303,7 +303,7 @@ def test_scales_of_values_far_apart_keep_their_precision():
 
 def dense_plan(q, k, v, spec):
     """The plan of a call, and what that prepares for it."""
-    call = Call(DENSE, q, k, v, spec)
+    call = Call.of(q, k, v, spec)
     plan = triton.plan(call)
     return plan.kernel, plan.prepare(call)
 
@@ -314,7 +314,7 @@ def test_a_prepared_dense_call():
     kernel, run = dense_plan(q, k, v, spec)
     assert kernel == "split-KV decoding"
     expected = reference.forward(2 * q, k, v, spec)[0]
-    found, lse = run(2 * q, k, v, spec.tensors, False)
+    found, lse = run(2 * q, k, v, spec.operands, False)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert lse is None
     kernel, _ = dense_plan(q, k[:, :, :100], v[:, :, :100], spec)
@@ -333,7 +333,7 @@ def test_a_prepared_dense_call_reads_lengths_and_ranges_anew(names):
         assert kernel == "split-KV decoding"
         run = run or first
         expected = reference.forward(q, k, v, spec)[0]
-        found, _ = run(q, k, v, spec.tensors, False)
+        found, _ = run(q, k, v, spec.operands, False)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     kernel, _ = dense_plan(q, k[:, :, :100], v[:, :, :100], spec)
     assert kernel == "forward"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fa_ops.backends.triton import configs, launch, plan, short_rows
-from fa_ops.call.call import DENSE, Call, Saved
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Spec
 from fa_ops.plans import planning
 from fa_ops.testing import (
@@ -31,7 +31,7 @@ FORWARD, BACKWARD = "forward of short rows", "backward of short rows"
 def kernels(case: Case) -> tuple[str, str]:
     """The kernels of a case's forward and backward passes."""
     q, k, v, spec = case.fresh()
-    call = Call(DENSE, q, k, v, spec)
+    call = Call.of(q, k, v, spec)
     saved = Saved(q, None, q, q, case.mask_grad)
     return plan(call).kernel, plan(call._replace(saved=saved)).kernel
 

@@ -153,8 +153,8 @@ def test_merge_states_ignores_the_out_of_a_state_without_keys():
 
 @pytest.mark.parametrize("D", [16, 24, 5])
 def test_merge_into(D):
-    assert_merges_into(backend.plan, torch.float16, "cpu", D)
-    assert_merges_into(backend.plan, torch.float16, "cpu", D, sum_dtype=torch.float32)
+    assert_merges_into(backend, torch.float16, "cpu", D)
+    assert_merges_into(backend, torch.float16, "cpu", D, sum_dtype=torch.float32)
 
 
 def test_unsupported_calls_are_refused():

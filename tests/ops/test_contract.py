@@ -30,11 +30,11 @@ def storages(tensors) -> set[int]:
 def forward_and_backward(name: str, call, operators):
     """(inputs, outputs, gradients by name) of a case, through the raw operators."""
     args, options = call(CASES[name])
-    out, lse = operators.forward(*args, **options)
+    out, lse = operators.forward.operator(*args, **options)
     if CASES[name].mask_grad and call is dense_call:
         options["mask_grad"] = True
     saved = (torch.randn_like(out), torch.randn_like(lse), *args[:3], out, lse, *args[3:])
-    grads = operators.backward(*saved, **options)
+    grads = operators.backward.operator(*saved, **options)
     return [*saved, *options.values()], (out, lse), grads
 
 

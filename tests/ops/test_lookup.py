@@ -7,12 +7,15 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.call.call import CACHED, DENSE
+from fa_ops.call.call import DENSE
 from fa_ops.call.options import NO_OPERANDS, Operands, operand_set
+from fa_ops.functions.attention import _ATTENTION
+from fa_ops.functions.kv_cache import _CACHED
 from fa_ops.ops import eager, library
 from fa_ops.ops.library import Route
 from fa_ops.plans import planning, recognition
 
+NO_SET = operand_set(NO_OPERANDS)
 SCALARS = (False, 0.0, None, -1, -1, 0.0, False, None)
 
 
@@ -58,16 +61,16 @@ def kept(monkeypatch):
     def prepared(key):
         if key is None or any(type(x) is list for x in key[14]):
             return None
-        return plans.setdefault(key, planning.Prepared(None, None, (), operand_set(NO_OPERANDS)))
+        return plans.setdefault(key, planning.Prepared(None, DENSE, None, (), NO_SET))
 
     monkeypatch.setattr(planning, "prepared", prepared)
     return plans
 
 
-def fresh(*call, kind=DENSE, has_gradient=True):
+def fresh(*call):
     """What is found without any earlier call."""
     recognition.last_calls.clear()
-    return eager.find(kind, *call, has_gradient)
+    return eager.find(_ATTENTION, *call)
 
 
 @pytest.mark.parametrize("first", CALLS)
@@ -76,7 +79,7 @@ def test_calls_that_are_not_alike_are_told_apart(first):
         expected = fresh(*CALLS[second])
         recognition.last_calls.clear()
         for name in (first, first, second, second, first, second):
-            found = eager.find(DENSE, *CALLS[name], True)
+            found = eager.find(_ATTENTION, *CALLS[name])
             if name == second:
                 assert found.route is expected.route and found.plan is expected.plan, second
 
@@ -85,7 +88,7 @@ def test_settings_tell_calls_apart(monkeypatch):
     call = CALLS["needs gradients"]
 
     def found():
-        return [eager.find(DENSE, *call, True) for _ in range(3)]
+        return [eager.find(_ATTENTION, *call) for _ in range(3)]
 
     recorded = found()
     with torch.no_grad():
@@ -108,7 +111,7 @@ def test_settings_tell_calls_apart(monkeypatch):
 
 
 def test_calls_without_gradients_have_no_plan_that_records():
-    found = eager.find(CACHED, *CALLS["needs gradients"][:3], Operands(kv_lens=LENS), SCALARS)
+    found = eager.find(_CACHED, *CALLS["needs gradients"][:3], Operands(kv_lens=LENS), SCALARS)
     assert found == (Route.RECORD, None, None)
 
 
@@ -120,20 +123,20 @@ def test_calls_without_gradients_have_no_plan_that_records():
 def test_repeated_calls_describe_no_geometry(monkeypatch, names):
     calls = [CALLS[name] for name in names]
     for call in calls:
-        eager.find(DENSE, *call, True)
+        eager.find(_ATTENTION, *call)
     monkeypatch.setattr(planning, "key_of", None)
     for call in calls * 2:
         again = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad)
                  for t in call[3]]  # fmt: skip
         tensors = call[3] if call[3] is NO_OPERANDS else type(call[3])(*again)
-        assert eager.find(DENSE, *call[:3], tensors, call[4], True).plan is not None
+        assert eager.find(_ATTENTION, *call[:3], tensors, call[4]).plan is not None
 
 
 def test_tensors_of_another_type_are_recognised_after_two_calls(monkeypatch):
     for name in ("needs gradients", "needs gradients", "parameters", "parameters"):
-        eager.find(DENSE, *CALLS[name], True)
+        eager.find(_ATTENTION, *CALLS[name])
     monkeypatch.setattr(planning, "key_of", None)
-    assert eager.find(DENSE, *CALLS["parameters"], True).route is Route.RECORD
+    assert eager.find(_ATTENTION, *CALLS["parameters"]).route is Route.RECORD
 
 
 def test_alternating_geometries_are_compared_with_tests_that_exist(monkeypatch):
@@ -143,7 +146,7 @@ def test_alternating_geometries_are_compared_with_tests_that_exist(monkeypatch):
     )
     names = itertools.islice(itertools.cycle(("plain", "other length")), 10)
     for name in names:
-        eager.find(DENSE, *CALLS[name], True)
+        eager.find(_ATTENTION, *CALLS[name])
     assert len(made) == 2
 
 

@@ -16,18 +16,20 @@ import torch
 
 import fa_ops
 from fa_ops.call import backend_option
-from fa_ops.call.call import CACHED, DENSE, MERGE, PACKED, Call
-from fa_ops.call.options import Cache, Spec, rows_are_aligned
+from fa_ops.call.call import Call
+from fa_ops.call.options import Cache, Packing, Spec, rows_are_aligned
 from fa_ops.plans import dispatch, planning
+
+ENDS = torch.zeros(1, dtype=torch.int32)
 
 
 def qkv(**options):
     return [torch.randn(1, 2, 4, 8, **options) for _ in range(3)]
 
 
-def chosen(q, k, v, spec=Spec(), kind=DENSE, cache=None):  # noqa: B008  a tuple
+def chosen(q, k, v, spec=Spec(), packing=None, cache=None):  # noqa: B008  a tuple
     """The backend of a call."""
-    return dispatch.choose(planning.normalised(Call(kind, q, k, v, spec, cache=cache)))
+    return dispatch.choose(planning.normalised(Call.of(q, k, v, spec, packing, cache)))
 
 
 def test_auto_takes_the_cpu_backend_for_cpu_tensors():
@@ -66,7 +68,7 @@ def test_triton_merges_where_hopper_is_the_default(monkeypatch):
     hopper, seen = dispatch.load("hopper"), []
     monkeypatch.setattr(hopper, "support_error", lambda *call: None)
     outs, lses = torch.randn(2, 3, 8), torch.randn(2, 3)
-    assert "no kernel that merges" in hopper.supports(Call(MERGE, outs, outs, outs))
+    assert "no kernel that merges" in hopper.merge_error(outs)
     load = dispatch.load
     monkeypatch.setattr(dispatch, "load", lambda name: seen.append(name) or load("cpu"))
     monkeypatch.setattr(dispatch, "_available", {"hopper": None, "triton": None})
@@ -92,8 +94,8 @@ def test_a_backend_may_refuse_by_how_many_keys_there_are(monkeypatch):
     tokens = torch.zeros(1, 2, 8).expand(2**29 + 1, -1, -1)
     for short, long, select in (
         (k, far, lambda k: chosen(q, k, k)),
-        (k[0], tokens, lambda k: chosen(q[0], k, k, kind=PACKED)),
-        (k, far, lambda k: chosen(q, k, k, kind=CACHED, cache=Cache())),
+        (k[0], tokens, lambda k: chosen(q[0], k, k, packing=Packing(ENDS, ENDS))),
+        (k, far, lambda k: chosen(q, k, k, cache=Cache())),
     ):
         assert select(short) is dispatch.load("cpu")
         with pytest.raises(NotImplementedError, match="too long"):

@@ -33,7 +33,7 @@ with warnings.catch_warnings(record=True) as caught, FakeTensorMode():
                 try:
                     q = one(dtype)
                     saved = Saved(q, None, q, q.new_empty(q.shape[:3])) if backward else None
-                    call = planning.normalised(Call(DENSE, q, q, q, spec, saved=saved))
+                    call = planning.normalised(Call.of(q, q, q, spec, saved=saved))
                     chosen.append(dispatch.choose(call).__name__)
                 except NotImplementedError as error:
                     chosen.append(str(error))

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
 from fa_ops.backends import cpu
-from fa_ops.call.call import Plan
+from fa_ops.call.call import CACHED, Plan
 from fa_ops.call.options import NO_OPERANDS, Operands, operand_set
 from fa_ops.ops import kv_cache, library
 from fa_ops.plans import planning
@@ -42,9 +42,9 @@ class Log:
 
             return Plan(planned.kernel, prepare)
 
-        def spy_operator(call, with_lse=True):
+        def spy_operator(*args, **options):
             self.by_operator += 1
-            return run(call, with_lse)
+            return run(*args, **options)
 
         monkeypatch.setattr(cpu, "plan", spy_plan)
         monkeypatch.setattr(planning, "run", spy_operator)
@@ -316,8 +316,9 @@ def cached_calls(monkeypatch):
     def prepared(key):
         keys.append(key)
         return planning.Prepared(
-            lambda *args: calls.append(args) or ("out", "lse"), None, (), operand_set(NO_OPERANDS)
-        )
+            lambda *args: calls.append(args) or ("out", "lse"), CACHED, None, (),
+            operand_set(NO_OPERANDS),
+        )  # fmt: skip
 
     monkeypatch.setattr(planning, "prepared", prepared)
     return calls, keys

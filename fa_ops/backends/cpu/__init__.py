@@ -8,8 +8,8 @@ from torch import Tensor
 from fa_ops.backends.cpu.dense import backward, forward
 from fa_ops.backends.cpu.quantized import quantized_forward
 from fa_ops.backends.cpu.sequences import cache_forward, varlen_backward, varlen_forward
-from fa_ops.backends.mask_blocks import mask_blocks
-from fa_ops.call.call import APPEND, MASK_BLOCKS, QUANTIZED, Call, Plan, general, plan_by_kind
+from fa_ops.backends.mask_blocks import mask_blocks  # noqa: F401 - for fa::mask_blocks
+from fa_ops.call.call import Call, Plan, general, general_plan
 from fa_ops.call.options import Spec, dtype_name
 
 
@@ -20,36 +20,45 @@ def available_error() -> str | None:
 
 def supports(call: Call) -> str | None:
     """Why this backend cannot run the call, or None."""
-    if call.kind == APPEND:
-        return "appends and attends in one call"
-    if call.kind in (QUANTIZED, MASK_BLOCKS):
-        q = call.query
-        return _foreign(q) if q.device.type != "cpu" else None
+    if call.is_quantized:
+        return device_error(call.query)
     return support_error(call.query, call.key, call.value, call.spec)
 
 
 def plan(call: Call) -> Plan:
     """The plan of a call on this backend."""
-    if call.kind == MASK_BLOCKS:
-        return Plan("mask blocks", lambda call: mask_blocks)
-    if call.kind == QUANTIZED:
+    if call.is_quantized:
         return general("8-bit forward", quantized_forward)
-    return plan_by_kind(
-        call, forward, backward, varlen_forward, varlen_backward, cache_forward, merge_states
-    )
+    return general_plan(call, forward, backward, varlen_forward, varlen_backward, cache_forward)
+
+
+def append_error(call: Call) -> str | None:
+    """Why this backend cannot write new keys for another one."""
+    return "appends and attends in one call"
+
+
+def merge_error(outs: Tensor) -> str | None:
+    """Why this backend cannot merge states, or None."""
+    return support_error(outs, outs, outs, Spec())
+
+
+def mask_blocks_error(mask: Tensor) -> str | None:
+    """Why this backend cannot summarise a mask, or None."""
+    return device_error(mask)
 
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     """Why this backend cannot attend these tensors, or None."""
-    if q.device.type != "cpu":
-        return _foreign(q)
+    if reason := device_error(q):
+        return reason
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return f"runs float16, bfloat16, float32 and float64, got {dtype_name(q.dtype)}"
     return None
 
 
-def _foreign(q: Tensor) -> str:
-    return f"runs on CPU tensors, got {q.device.type}"
+def device_error(q: Tensor) -> str | None:
+    """Why this backend cannot read a tensor, or None."""
+    return None if q.device.type == "cpu" else f"runs on CPU tensors, got {q.device.type}"
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

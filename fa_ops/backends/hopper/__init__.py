@@ -22,22 +22,7 @@ from fa_ops.backends.hopper.configs import (
     head_dim_error,
     limit_error,
 )
-from fa_ops.call.call import (
-    APPEND,
-    CACHED,
-    DENSE,
-    MASK_BLOCKS,
-    MERGE,
-    MERGE_INTO,
-    PACKED,
-    PAGED,
-    QUANTIZED,
-    QUANTIZED_PACKED,
-    Call,
-    Plan,
-    append_then_attend,
-    decoding,
-)
+from fa_ops.call.call import Call, Plan, append_then_attend, decoding
 from fa_ops.call.options import (
     MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
@@ -87,28 +72,36 @@ def available_error() -> str | None:
 def supports(call: Call) -> str | None:
     """Why the backend cannot run the call, or None."""
     q, k, v, spec = call.query, call.key, call.value, call.spec
-    if call.kind == APPEND:
-        return "appends and attends in one call"
-    if call.kind == QUANTIZED_PACKED:
-        return _packed_quantized_error(call)
-    if call.kind == QUANTIZED:
+    if call.is_quantized:
+        if call.is_packed:
+            return _packed_quantized_error(call)
         return _quantized_error(q, k, v, call.quantization, spec)
-    if call.kind == CACHED:
+    if call.is_cached:
         return _cached_error(call)
-    if call.kind == PAGED:
+    if call.is_paged:
         return _paged_error(call)
-    if call.kind == MASK_BLOCKS:
-        return f"has no kernel that summarises masks; {_ALTERNATIVE}"
-    if call.kind in (MERGE, MERGE_INTO):
-        q = k = v = q.reshape(-1, 1, q.shape[-1])
-        return support_error(q, k, v, spec) or f"has no kernel that merges; {_ALTERNATIVE}"
-    is_forward = call.kind == DENSE and call.saved is None
+    is_forward = call.is_dense and not call.is_backward
     if call.backend == "auto" and is_forward and is_decoding(q.shape[2], k.shape[2], spec):
         # where the decoding kernel cannot run, a backend that splits keys is faster than `forward`
         return cache_error(q, k, v, Cache(), spec)
-    if call.backend == "auto" and call.kind == DENSE and _is_slow_for_short_rows(call):
+    if call.backend == "auto" and call.is_dense and _is_slow_for_short_rows(call):
         return f"is slower for short rows with a bias; {_ALTERNATIVE}"
-    return support_error(q, k, v, spec, call.kind == DENSE)
+    return support_error(q, k, v, spec, call.is_dense)
+
+
+def append_error(call: Call) -> str | None:
+    """Why the backend does not write new keys for another one."""
+    return "appends and attends in one call"
+
+
+def merge_error(outs: Tensor) -> str | None:
+    """Why the backend cannot merge states."""
+    return f"has no kernel that merges; {_ALTERNATIVE}"
+
+
+def mask_blocks_error(mask: Tensor) -> str | None:
+    """Why the backend cannot summarise a mask."""
+    return f"has no kernel that summarises masks; {_ALTERNATIVE}"
 
 
 def _is_slow_for_short_rows(call: Call) -> bool:
@@ -137,15 +130,15 @@ def _plan(call: Call) -> Plan:
 
     Modules are imported where they are needed: reading the parameters of their kernels takes 20 ms.
     """
-    if call.kind in (QUANTIZED, QUANTIZED_PACKED, PAGED):
-        return _rare_plan(call.kind)
+    if call.is_quantized or (call.is_paged and call.is_packed):
+        return _rare_plan(call)
     q, k, v, spec = call.query, call.key, call.value, call.spec
-    if call.saved is not None:
-        return _backward_plan(call.kind)
-    if call.kind == CACHED:
+    if call.is_backward:
+        return _backward_plan(call)
+    if call.is_cached:
         module = _cache_module(q, k, v, call.cache)
         return _appending(module) if call.writes_cache else _plan_of(module)
-    if call.kind == PACKED:
+    if call.is_packed:
         from fa_ops.backends.hopper import packed
 
         return Plan("forward", packed.prepare)
@@ -167,8 +160,8 @@ def _appending(module: ModuleType) -> Plan:
     return Plan(f"append, then {attend.kernel}", prepare)
 
 
-def _backward_plan(kind: str) -> Plan:
-    if kind == PACKED:
+def _backward_plan(call: Call) -> Plan:
+    if call.is_packed:
         from fa_ops.backends.hopper import packed
 
         return Plan("backward", packed.prepare_backward)
@@ -177,16 +170,13 @@ def _backward_plan(kind: str) -> Plan:
     return Plan("backward", backward.prepare)
 
 
-def _rare_plan(kind: str) -> Plan:
+def _rare_plan(call: Call) -> Plan:
     """The plan of a call with 8-bit products, or of packed queries over pages."""
-    if kind == QUANTIZED:
+    if call.is_quantized:
         from fa_ops.backends.hopper import eight_bit
 
-        return Plan("8-bit forward", eight_bit.prepare)
-    if kind == QUANTIZED_PACKED:
-        from fa_ops.backends.hopper import eight_bit
-
-        return Plan("8-bit forward", eight_bit.prepare_packed)
+        prepare = eight_bit.prepare_packed if call.is_packed else eight_bit.prepare
+        return Plan("8-bit forward", prepare)
     from fa_ops.backends.hopper import forward
 
     return Plan("forward", forward.prepare_paged)

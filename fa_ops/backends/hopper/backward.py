@@ -114,12 +114,12 @@ def prepare(call: Call) -> Run:
         return general("backward", backward).prepare(call)
     strides = q.stride(), k.stride(), v.stride()
     plan = plan_of((q, k, v, saved.grad_out, saved.out), strides, spec)
-    options = spec.with_tensors(NO_OPERANDS)
+    options = spec.with_operands(NO_OPERANDS)
 
     def run(grad_out, grad_lse, q, k, v, out, lse, tensors: Operands) -> Gradients | tuple:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
         if (addresses | out.data_ptr()) & MISALIGNED:
-            return backward(grad_out, grad_lse, q, k, v, out, lse, options.with_tensors(tensors))
+            return backward(grad_out, grad_lse, q, k, v, out, lse, options.with_operands(tensors))
         results = plan.run(grad_out, q, k, v, out, lse, grad_lse, tensors)
         if tensors is NO_OPERANDS:
             return results[:3]

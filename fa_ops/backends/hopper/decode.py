@@ -49,7 +49,7 @@ from fa_ops.backends.hopper.runtime.launch import (
     processors,
 )
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import CACHED, Call, Run
+from fa_ops.call.call import Call, Run
 from fa_ops.call.options import (
     ALIGNMENT,
     MAX_DECODING_QUERIES,
@@ -307,7 +307,7 @@ def memory_error(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
-    tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
+    tensors = Call.of(q, k, v, spec, cache=cache).operands
     return split_kv_plan(DecodePlan, geometry_of(q, k, v, cache, spec)).run(q, k, v, tensors)
 
 
@@ -525,7 +525,7 @@ class Appender:
             table.stride(0) if paged else 0, scales_of(cache.k_scale, cache.v_scale, paged),
             positions, 2 * angles, cache.rotary_interleaved, new, queries, lanes_log2,
         )  # fmt: skip
-        given = [name for name in _OPTIONAL if getattr(call.tensors, _OPTIONAL[name]) is not None]
+        given = [name for name in _OPTIONAL if getattr(call.operands, _OPTIONAL[name]) is not None]
         self._params = Params(_addresses(new > 0, given), sizes)
         self._given = [Operands._fields.index(_OPTIONAL[name]) for name in given]
         self._device = q.device.index

@@ -120,13 +120,13 @@ def prepare(call: Call) -> Run:
     if not rows_are_aligned(q, k, v):
         return general("8-bit forward", quantized_forward).prepare(call)
     options = call.without_tensors()
-    plan = plan_of(q, k, v, call.quantization, call.spec, call.tensors)
+    plan = plan_of(q, k, v, call.quantization, call.spec, call.operands)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
-            return quantized_forward(q, k, v, *options.arguments_with(tensors))
+            return quantized_forward(q, k, v, *options._replace(operands=tensors).arguments)
         return plan.run(q, k, v, tensors, with_lse)
 
     return run
@@ -175,7 +175,7 @@ def prepare_packed(call: Call) -> Run:
         used, addresses = plan, q.data_ptr() | k.data_ptr() | v.data_ptr()
         if used is None or addresses & MISALIGNED:
             q, k, v = map(tma_aligned, (q, k, v))
-            used = _plan_of(options.with_tensors(tensors)._replace(query=q, key=k, value=v))
+            used = _plan_of(options._replace(query=q, key=k, value=v, operands=tensors))
         return used.run(q, k, v, tensors, with_lse)
 
     return run

@@ -60,7 +60,7 @@ from fa_ops.backends.hopper.runtime.launch import (
     set_zero,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
-from fa_ops.call.call import CACHED, Call, Run, general
+from fa_ops.call.call import Call, Run, general
 from fa_ops.call.options import (
     NO_OPERANDS,
     Cache,
@@ -90,12 +90,12 @@ def forward(
     With a page `table`, k and v are pages (pages, Hkv, page, D).
     """
     q, k, v = tma_aligned(q), tma_aligned(k), tma_aligned(v)
-    spec = spec.with_tensors(as_kernel_inputs(spec.tensors))
+    spec = spec.with_operands(as_kernel_inputs(spec.operands))
     bias, held = None, None
     if bits_of(spec.attn_mask):
         bias, held = Bias.of(spec.attn_mask, spec.mask_blocks)
     plan = plan_of(q, k, v, spec, bias, table)
-    return plan.run(q, k, v, True, spec.tensors, held, table)
+    return plan.run(q, k, v, True, spec.operands, held, table)
 
 
 def prepare(call: Call) -> Run:
@@ -118,11 +118,11 @@ def prepare_attention(
         bias, held = Bias.of(mask, spec.mask_blocks)
         if held.data_ptr() != mask.data_ptr():
             return None
-    options, is_converted, tensors = spec, False, spec.tensors
+    options, is_converted, tensors = spec, False, spec.operands
     if tensors is not NO_OPERANDS:
         inputs = as_kernel_inputs(tensors)
         is_converted = inputs is not tensors
-        spec, options = spec.with_tensors(inputs), spec.with_tensors(NO_OPERANDS)
+        spec, options = spec.with_operands(inputs), spec.with_operands(NO_OPERANDS)
     plan = plan_of(q, k, v, spec, bias, table)
 
     def run(
@@ -130,12 +130,12 @@ def prepare_attention(
         table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
-            return forward(q, k, v, options.with_tensors(tensors), table=table)
+            return forward(q, k, v, options.with_operands(tensors), table=table)
         if tensors is NO_OPERANDS:
             return plan.run(q, k, v, with_lse, table=table)
         held = None if bias is None else tensors.attn_mask
         if held is not None and held.data_ptr() & MISALIGNED:
-            return forward(q, k, v, options.with_tensors(tensors), table=table)
+            return forward(q, k, v, options.with_operands(tensors), table=table)
         if is_converted:
             tensors = as_kernel_inputs(tensors)
         return plan.run(q, k, v, with_lse, tensors, held, table)
@@ -519,7 +519,7 @@ def cached_forward(
     table = cache.page_table
     if k.dtype == E4M3:
         k, v = map(tma_aligned, (k, v))
-        tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
+        tensors = Call.of(q, k, v, spec, cache=cache).operands
         k, v, table = converter(q, k, v, cache).run(k, v, tensors)
     return forward(q, *_by_head(k, v, table), spec, table=table)
 
@@ -543,7 +543,7 @@ def prepare_cached(call: Call) -> Run:
         t, table = tensors, tensors.page_table
         if own is not None:
             if (k.data_ptr() | v.data_ptr()) & MISALIGNED:
-                return cached_forward(q, k, v, *options.arguments_with(tensors))
+                return cached_forward(q, k, v, *options._replace(operands=tensors).arguments)
             k, v, table = own.run(k, v, tensors)
         small = Operands(None, t.alibi_slopes, t.sinks, t.kv_lens)
         return attend(q, *_by_head(k, v, table), small, with_lse, table)
@@ -578,7 +578,7 @@ def prepare_paged(call: Call) -> Run:
         used, t = plan, tensors
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
             q, k, v = map(tma_aligned, (q, k, v))
-            again = options.with_tensors(t)._replace(query=q, key=k, value=v)
+            again = options._replace(query=q, key=k, value=v, operands=t)
             used = _paged_plan(again, sequences)
         small = Operands(None, t.alibi_slopes, t.sinks, t.kv_lens)
         small = as_kernel_inputs(small)
@@ -589,7 +589,7 @@ def prepare_paged(call: Call) -> Run:
 
 
 def _paged_plan(call: Call, sequences: int) -> ForwardPlan:
-    spec = call.spec.with_tensors(as_kernel_inputs(call.spec.tensors))
+    spec = call.spec.with_operands(as_kernel_inputs(call.spec.operands))
     pages = call.key.transpose(1, 2), call.value.transpose(1, 2)
     return plan_of(
         one_batch(call.query), *pages, spec, table=call.cache.page_table, sequences=sequences

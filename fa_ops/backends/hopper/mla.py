@@ -25,7 +25,7 @@ from fa_ops.backends.hopper.decode import split_cache_error as split_kv_error
 from fa_ops.backends.hopper.kernel_plan import UNBOUNDED, Geometry, ScoreUnits
 from fa_ops.backends.hopper.runtime.launch import TensorMap, address
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import CACHED, Call, Run
+from fa_ops.call.call import Call, Run
 from fa_ops.call.options import Cache, Operands, Spec, values_in_keys
 
 HEAD_DIM, VALUE_DIM = MlaConfig.head_dim, MlaConfig.value_dim
@@ -56,7 +56,7 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, 512) laid out (B, Sq, Hq, 512), and lse (B, Hq, Sq)."""
-    tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
+    tensors = Call.of(q, k, v, spec, cache=cache).operands
     return split_kv_plan(MlaPlan, geometry_of(q, k, v, cache, spec)).run(q, k, v, tensors)
 
 

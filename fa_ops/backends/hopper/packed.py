@@ -21,7 +21,7 @@ from fa_ops.backends.hopper.runtime.launch import (
     kernel,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout
-from fa_ops.call.call import PACKED, Call, Run, Saved, general
+from fa_ops.call.call import Call, Run, Saved, general
 from fa_ops.call.options import Gradients, Operands, Packing, Spec, rows_are_aligned
 
 _THREADS = 256
@@ -30,8 +30,8 @@ _PARAMS = kernel_layout("packed_ranges.cu", "packed_ranges")
 
 def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
     """out (Tq, Hq, Dv) and lse (Hq, Tq) of packed sequences."""
-    call = Call(PACKED, *map(tma_aligned, (q, k, v)), spec, packing)
-    return _prepare_forward(call)(call.query, call.key, call.value, call.tensors)
+    call = Call.of(*map(tma_aligned, (q, k, v)), spec, packing)
+    return _prepare_forward(call)(call.query, call.key, call.value, call.operands)
 
 
 def prepare(call: Call) -> Run:
@@ -54,7 +54,7 @@ def _prepare_forward(call: Call) -> Run:
         q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
-            return forward(q, k, v, *options.arguments_with(tensors))
+            return forward(q, k, v, *options._replace(operands=tensors).arguments)
         if current_device() != device:
             with torch.cuda.device(device):
                 return run(q, k, v, tensors, with_lse)
@@ -119,9 +119,9 @@ def backward(
     """All gradients of a packed call."""
     like = q, k, v
     q, k, v, grad_out, out = map(tma_aligned, (q, k, v, grad_out, out))
-    call = Call(PACKED, q, k, v, spec, packing, saved=Saved(grad_out, grad_lse, out, lse))
+    call = Call.of(q, k, v, spec, packing, saved=Saved(grad_out, grad_lse, out, lse))
     run = _prepare_aligned(call, tuple(map(dense_backward.written_strides, like)))
-    grads = run(grad_out, grad_lse, q, k, v, out, lse, call.tensors)
+    grads = run(grad_out, grad_lse, q, k, v, out, lse, call.operands)
     return Gradients(*dense_backward.laid_out_like(like, grads[:3]), *grads[3:])
 
 
@@ -150,7 +150,8 @@ def _prepare_aligned(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> R
     def run(grad_out, grad_lse, q, k, v, out, lse, tensors: Operands) -> Gradients | tuple:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
         if (addresses | out.data_ptr()) & MISALIGNED:
-            return backward(grad_out, grad_lse, q, k, v, out, lse, *options.arguments_with(tensors))
+            call = options._replace(operands=tensors)
+            return backward(grad_out, grad_lse, q, k, v, out, lse, *call.arguments)
         if current_device() != device:
             with torch.cuda.device(device):
                 return run(grad_out, grad_lse, q, k, v, out, lse, tensors)

@@ -19,22 +19,9 @@ from fa_ops.backends.triton.decode import cache_error, prepare_cached
 from fa_ops.backends.triton.eight_bit import architecture_error, quantized_forward
 from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture, interpreter_error
-from fa_ops.backends.triton.masks import mask_blocks
-from fa_ops.backends.triton.merge import merge_into, merge_states
-from fa_ops.call.call import (
-    APPEND,
-    CACHED,
-    DENSE,
-    MASK_BLOCKS,
-    MERGE,
-    MERGE_INTO,
-    PACKED,
-    QUANTIZED,
-    Call,
-    Plan,
-    decoding,
-    general,
-)
+from fa_ops.backends.triton.masks import mask_blocks  # noqa: F401 - for fa::mask_blocks
+from fa_ops.backends.triton.merge import merge_into, merge_states  # noqa: F401 - for fa::merge_states
+from fa_ops.call.call import Call, Plan, decoding, general
 from fa_ops.call.options import (
     MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
@@ -60,44 +47,31 @@ def available_error() -> str | None:
 
 def supports(call: Call) -> str | None:
     """Why this backend cannot run the call, and what can."""
-    q, k, v = call.query, call.key, call.value
-    if call.kind == APPEND and queries_of_kv_head(q, k, call.cache) <= MAX_DECODING_QUERIES:
-        return "appends and attends in one call where there are few queries"
-    if call.cache is not None:
-        return cache_error(q, k, v, call.cache, call.spec)
-    if call.kind == QUANTIZED:
-        return _quantized_error(q, k, v, call.spec)
-    if call.kind == MASK_BLOCKS:
-        return _device_error(q.device) or size_error(q.shape[2], q.shape[3])
-    if call.kind in (MERGE, MERGE_INTO):
-        q = k = v = q.reshape(-1, 1, q.shape[-1])
-        return support_error(q, k, v, call.spec)
-    return interpreter_error(q) or support_error(q, k, v, call.spec) or _backward_error(call)
+    q, k, v, spec = call.query, call.key, call.value, call.spec
+    if call.is_paged and call.is_packed:
+        return "attends packed queries over pages as rows of a cache"
+    if call.is_cached:
+        return cache_error(q, k, v, call.cache, spec)
+    if call.is_quantized:
+        return _quantized_error(q, k, v, spec)
+    return interpreter_error(q) or support_error(q, k, v, spec) or _backward_error(call)
 
 
 def plan(call: Call) -> Plan:
     """The plan of a call on this backend."""
-    if call.kind == MASK_BLOCKS:
-        return Plan("mask blocks", lambda call: mask_blocks)
-    if call.kind == MERGE:
-        return Plan("merge", lambda call: merge_states)
-    if call.kind == MERGE_INTO:
-        return Plan("merge", lambda call: merge_into)
-    if call.kind == APPEND:
-        return Plan("append", prepare_append)
-    if call.kind == QUANTIZED:
+    if call.is_quantized:
         return general("8-bit forward", quantized_forward)
     q, k, v, saved = call.query, call.key, call.value, call.saved
     if saved is not None:
-        if call.kind != DENSE:
+        if call.is_packed:
             return general("backward", varlen_backward)
         is_short = has_short_gradients(q, k, v, call.spec, saved.mask_grad)
         if is_short and _holds_short_rows(call):
             return Plan("backward of short rows", short_rows.prepare_backward)
         return general("backward", backward)
-    if call.kind == PACKED:
+    if call.is_packed:
         return general("forward", varlen_forward)
-    if call.kind == CACHED:
+    if call.is_cached:
         if attends_whole_rows(call):
             return general("append and forward" if call.writes_cache else "forward", cache_forward)
         return Plan("split-KV decoding", prepare_cached)
@@ -106,6 +80,29 @@ def plan(call: Call) -> Plan:
     if has_short_rows(q, k, v, call.spec) and _holds_short_rows(call):
         return Plan("forward of short rows", short_rows.prepare)
     return general("forward", forward)
+
+
+def append_error(call: Call) -> str | None:
+    """Why this backend cannot write the new keys of a call for another one, or None."""
+    if queries_of_kv_head(call.query, call.key, call.cache) <= MAX_DECODING_QUERIES:
+        return "appends and attends in one call where there are few queries"
+    return cache_error(call.query, call.key, call.value, call.cache, call.spec)
+
+
+def append_plan(call: Call) -> Plan:
+    """The plan that writes the new keys of a call and rotates its queries."""
+    return Plan("append", prepare_append)
+
+
+def merge_error(outs: Tensor) -> str | None:
+    """Why this backend cannot merge states, or None."""
+    rows = outs.reshape(-1, 1, outs.shape[-1])
+    return support_error(rows, rows, rows, Spec())
+
+
+def mask_blocks_error(mask: Tensor) -> str | None:
+    """Why this backend cannot summarise a mask of four dimensions, or None."""
+    return _device_error(mask.device) or size_error(mask.shape[2], mask.shape[3])
 
 
 def _holds_short_rows(call: Call) -> bool:

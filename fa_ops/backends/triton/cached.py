@@ -16,7 +16,7 @@ from fa_ops.backends.triton.arguments import Layout, padded
 from fa_ops.backends.triton.forward import forward, paged_forward
 from fa_ops.backends.triton.launch import Launch, address, bind, empty, needs_copies
 from fa_ops.backends.triton.primitives import load_keys, page_of, scale_index, unpacked
-from fa_ops.call.call import CACHED, Call, Run
+from fa_ops.call.call import Call, Run
 from fa_ops.call.options import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec, is_prefill, scales_of
 
 
@@ -24,7 +24,7 @@ def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
     """Append the new keys and values, if any, then attend."""
-    call = Call(CACHED, q, k, v, spec, cache=cache)
+    call = Call.of(q, k, v, spec, cache=cache)
     if not attends_whole_rows(call):
         return decode.cache_forward(q, k, v, cache, spec)
     if call.writes_cache:

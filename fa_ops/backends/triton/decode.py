@@ -158,7 +158,7 @@ def prepare_cached(call: Call) -> Run:
         kind = is_aligned, k_at == v_at, exact and precision(q.dtype)
         launch = known.get(kind)
         if launch is None:
-            cache, spec = options.arguments_with(t)
+            cache, spec = options._replace(operands=t).arguments
             launch = known[kind] = _bind(q, Memory.of(k, v, cache), spec, new, splits, invariant)
         if INTERPRETED and k.dtype == _FP8:  # kernels are given the tensors, not their addresses
             k, v = k.view(torch.int16), v.view(torch.int16)

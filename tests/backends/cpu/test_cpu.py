@@ -547,5 +547,5 @@ def test_rows_that_overlap(name, dtype, softcap):
 
 
 def test_merge_into():
-    assert_merges_into(cpu.plan, torch.float32, "cpu")
-    assert_merges_into(cpu.plan, torch.bfloat16, "cpu", sum_dtype=torch.float32)
+    assert_merges_into(cpu, torch.float32, "cpu")
+    assert_merges_into(cpu, torch.bfloat16, "cpu", sum_dtype=torch.float32)

@@ -15,8 +15,8 @@ from fa_ops.backends import hopper, reference
 from fa_ops.backends.hopper import decode
 from fa_ops.backends.hopper.runtime import launch
 from fa_ops.backends.hopper.runtime.launch import Params
-from fa_ops.call.call import APPEND, CACHED, Call
-from fa_ops.call.options import Cache, Operands, Spec
+from fa_ops.call.call import Call
+from fa_ops.call.options import Cache
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing.caches import CacheCase, random_cache_case
 from tests.backends.hopper.cuda_as_cpp import SOURCES, WARP, needs_compiler
@@ -212,12 +212,12 @@ def assert_written(driver, programs, file, q, k, v, cache, spec):
     """Run host code and kernel, and compare everything that they wrote."""
     driver.struct_bytes = decode._APPEND_LAYOUT.size
     k2, v2 = in_copied_memory(k, v)
-    call = Call(CACHED, q, k, v, spec, cache=cache)
-    kept = [t for t in (q, *call.tensors) if t is not None]
+    call = Call.of(q, k, v, spec, cache=cache)
+    kept = [t for t in (q, *call.operands) if t is not None]
     before = [bytes_of(t).clone() for t in kept]
-    queries, ends = decode.prepare_append(call)(q, k, v, call.tensors)
+    queries, ends = decode.prepare_append(call)(q, k, v, call.operands)
     (ctas, _), params = driver.last("append")
-    t, key, rotary = call.tensors, call.tensors.new_key, cache.rotary_cos
+    t, key, rotary = call.operands, call.operands.new_key, cache.rotary_cos
     given = (q, queries, key, t.new_value, k, v, t.kv_lens, None if key is None else ends)
     given += t.page_table, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin
     defines = decode.append_defines(q.dtype, k.dtype, None if rotary is None else rotary.dtype)
@@ -332,7 +332,7 @@ def decoding_call(D=64, rotary=0, **changes):
     case = CacheCase(B=2, Hq=8, Hkv=2, S=960, D=D, Dv=D, dtype=torch.bfloat16, rotary=rotary,
                      new=1, **changes)  # fmt: skip
     q, k, v, cache, spec = case.fresh()
-    return Call(CACHED, q, k, v, spec, cache=cache)
+    return Call.of(q, k, v, spec, cache=cache)
 
 
 @pytest.fixture
@@ -358,7 +358,7 @@ def test_the_attending_kernel_finds_what_was_written(on_hopper, rotary, page_siz
     call = decoding_call(rotary=rotary, page_size=page_size)._replace(backend="hopper")
     plan = planning.plan_for(call)
     assert plan.kernel == "append, then decode"
-    q, k, v, t = call.query, call.key, call.value, call.tensors
+    q, k, v, t = call.query, call.key, call.value, call.operands
     plan.prepare(call)(q, k, v, t)
     first, second, _ = on_hopper.launched
     assert [first.name, second.name] == ["append", "decode"]
@@ -376,7 +376,7 @@ def test_what_is_written_for_one_call_is_behind_the_workspace(on_hopper, monkeyp
     call, allocated, empty = decoding_call(rotary=rotary), [], decode.empty
     monkeypatch.setattr(decode, "empty", lambda *of: allocated.append(empty(*of)) or allocated[-1])
     run = planning.plan_for(call._replace(backend="hopper")).prepare(call)
-    run(call.query, call.key, call.value, call.tensors, False)
+    run(call.query, call.key, call.value, call.operands, False)
     (out, workspace), (first, *_) = allocated, on_hopper.launched
     assert out.shape == call.query.shape and workspace.dtype == torch.uint8
     own, begin = decode.plan_of(call.read_only()).template.workspace[0][0], workspace.data_ptr()
@@ -395,7 +395,7 @@ def test_caches_that_are_copied_are_written_before(on_hopper, rotary):
     run = planning.plan_for(call._replace(backend="hopper")).prepare(call)
     q, k, v = (in_own_memory(t, 1) for t in (call.query, call.key, call.value))
     assert k.data_ptr() % 16 and k.stride() == call.key.stride()
-    run(q, k, v, call.tensors)
+    run(q, k, v, call.operands)
     first, second, _ = on_hopper.launched
     assert [first.name, second.name] == ["append", "decode"]
     found = decode._APPEND_LAYOUT.unpack(first.params)
@@ -437,7 +437,7 @@ def test_another_current_device_gives_way_to_the_calls(on_hopper, monkeypatch):
     run = decode.prepare_append(call)
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(decode, "current_device", lambda: current[0])
-    run(call.query, call.key, call.value, call.tensors)
+    run(call.query, call.key, call.value, call.operands)
     assert entered == [None] and len(on_hopper.launched) == 1
 
 
@@ -448,7 +448,7 @@ def test_calls_share_no_parameters(on_hopper, monkeypatch):
     monkeypatch.setattr(Params, "take", lambda *args: taken.append(take(*args)) or taken[-1])
     run = decode.prepare_append(call)
     for _ in range(2):
-        run(call.query, call.key, call.value, call.tensors)
+        run(call.query, call.key, call.value, call.operands)
     assert len(taken) == 2 and taken[0][0] is taken[1][0]
 
 
@@ -466,7 +466,9 @@ def test_what_it_does_not_write(on_hopper, changes, message):
     query, rest = changes.get("query"), {k: t for k, t in changes.items() if k != "query"}
     if query is not None:
         call = call._replace(query=query)
-    call = call._replace(cache=call.cache._replace(**rest))
+    names = {"key": "new_key", "value": "new_value"}
+    operands = {names.get(name, name): t for name, t in rest.items()}
+    call = call._replace(operands=call.operands._replace(**operands))
     assert message in decode.append_error(call)
     if query is None:
         assert "the triton backend can run it" in hopper.supports(call)
@@ -475,7 +477,7 @@ def test_what_it_does_not_write(on_hopper, changes, message):
 def test_a_cache_that_no_kernel_attends_is_not_written(on_hopper):
     call = decoding_call(page_size=4, Sq=16)
     assert "needs pages of 16" in hopper.supports(call)
-    assert "in one call" in hopper.supports(call._replace(kind=APPEND))
+    assert "in one call" in hopper.append_error(call)
     rest = call.read_only()
-    assert rest.cache == Cache(call.cache.page_table) and rest.spec is call.spec
-    assert isinstance(rest.spec, Spec) and isinstance(rest.tensors, Operands)
+    assert rest.cache == Cache(call.cache.page_table) and rest.options is call.options
+    assert all(x is y for x, y in zip(rest.spec, call.spec))

@@ -8,7 +8,7 @@ from fa_ops.backends import hopper
 from fa_ops.backends.hopper.backward import attended_keys, prefers_pairs
 from fa_ops.backends.hopper.decode import group_width
 from fa_ops.backends.hopper.kernel_plan import UNBOUNDED
-from fa_ops.call.call import DENSE, Call, Saved
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Spec
 
 # What the Hopper backend takes and refuses, of tensors that are on a GPU in name only.
@@ -91,7 +91,7 @@ def refusal(S, D=32, backend="auto", bias=(1, 4), backward=False, **options):
     lse = torch.empty(2, 4, S, device="cuda")
     saved = Saved(q, None, q, lse, True) if backward else None
     spec = Spec(mask(torch.bfloat16, *bias, S, S), **options)
-    return hopper.supports(Call(DENSE, q, q, q, spec, backend=backend, saved=saved))
+    return hopper.supports(Call.of(q, q, q, spec, backend=backend, saved=saved))
 
 
 @pytest.mark.usefixtures("fake_tensors")

@@ -10,7 +10,7 @@ import torch
 
 from fa_ops.backends.hopper import decode, mla
 from fa_ops.backends.hopper.runtime import launch, nvrtc, warm
-from fa_ops.call.call import CACHED, Call
+from fa_ops.call.call import Call
 from fa_ops.call.options import Cache, Operands, Spec
 
 
@@ -35,7 +35,7 @@ PLAIN, OF_LENS = Operands(), Operands(kv_lens=LENS)
 
 
 def prepared(q, k, v, spec=Spec(), cache=Cache(), module=decode):  # noqa: B008
-    return module.prepare(Call(CACHED, q, k, v, spec, cache=cache))
+    return module.prepare(Call.of(q, k, v, spec, cache=cache))
 
 
 def test_both_kernels_find_the_addresses_of_the_call(driver):

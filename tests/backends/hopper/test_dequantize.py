@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fa_ops.backends.hopper import forward
-from fa_ops.call.call import CACHED, Call
+from fa_ops.call.call import Call
 from fa_ops.call.options import Cache, Operands, Spec
 from fa_ops.testing.caches import CacheCase
 from tests.backends.hopper.cuda_as_cpp import WARP, built, needs_compiler
@@ -57,7 +57,7 @@ def test_a_converted_cache(kernel, driver, page_size, scales, bshd):
                      lens=(150, 0, 70), page_size=page_size, page_scales=scales == "page",
                      token_scales=scales == "token")  # fmt: skip
     q, k, v, cache, spec = case.fresh()
-    tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
+    tensors = Call.of(q, k, v, spec, cache=cache).operands
     k_out, v_out, table = forward.converter(q, k, v, cache).run(k, v, tensors)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
@@ -106,7 +106,7 @@ def test_pages_that_do_not_exist_stay_missing(kernel, driver):
     q, k, v, cache, spec = case.fresh()
     pages = torch.tensor([[1, -1, 2**31 - 1, 2], [0, len(k), 3, 1]], dtype=torch.int32)
     cache = cache._replace(page_table=pages)
-    tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
+    tensors = Call.of(q, k, v, spec, cache=cache).operands
     *_, table = forward.converter(q, k, v, cache).run(k, v, tensors)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
@@ -125,7 +125,7 @@ def prompt(D=64, S=640, B=2, dtype=torch.bfloat16, page=0):
 def test_a_prompt_attends_the_converted_cache(driver, page):
     q, k, v, cache, spec = prompt(page=page)
     driver.struct_bytes = 704
-    run = forward.prepare_cached(Call(CACHED, q, k, v, spec, cache=cache))
+    run = forward.prepare_cached(Call.of(q, k, v, spec, cache=cache))
     out, _ = run(q, k, v, Operands(kv_lens=spec.kv_lens, page_table=cache.page_table))
     names = [one.name for one in driver.launched]
     assert names == ["dequantize", "forward"]

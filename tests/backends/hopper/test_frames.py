@@ -156,4 +156,4 @@ def test_a_repeated_backward_pass_enters_few_functions(autocast):
 def test_a_first_forward_enters_few_functions():
     call, limit = CALLS["forward"]
     frames = counted(call)
-    assert limit < frames.count <= 114 and len(frames.files) <= 18, frames.entered
+    assert limit < frames.count <= 133 and len(frames.files) <= 18, frames.entered

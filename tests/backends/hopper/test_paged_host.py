@@ -9,9 +9,10 @@ import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import forward
 from fa_ops.backends.hopper.runtime import nvrtc
-from fa_ops.call.call import PAGED, Call
+from fa_ops.call.call import Call
 from fa_ops.call.options import Cache, Packing, Spec
 from fa_ops.functions import varlen
+from fa_ops.ops import eager
 from fa_ops.plans import dispatch, planning
 
 
@@ -23,7 +24,7 @@ def described(tokens=90, page=16, Hq=8, Hkv=2, D=64, **options):
     lens = torch.tensor([100, 30, 160], dtype=torch.int32)
     table = torch.arange(3 * 12, dtype=torch.int32).view(3, 12)
     spec = Spec(is_causal=True, kv_lens=lens, **options)
-    return Call(PAGED, q, k, v, spec, Packing(ends, ends), Cache(table))
+    return Call.of(q, k, v, spec, Packing(ends, ends), Cache(table))
 
 
 def test_the_kernel_finds_borders_and_tables(driver, monkeypatch):
@@ -33,7 +34,7 @@ def test_the_kernel_finds_borders_and_tables(driver, monkeypatch):
     )
     driver.struct_bytes = 720
     call = described()
-    t = call.tensors
+    t = call.operands
     assert t.page_table is call.cache.page_table
     out, lse = forward.prepare_paged(call)(call.query, call.key, call.value, t)
     assert out.shape == call.query.shape and lse.shape == (8, 90) and out.is_contiguous()
@@ -59,7 +60,7 @@ def test_heads_share_tiles_where_the_kernel_allows_it(driver, monkeypatch, chang
         nvrtc, "program", lambda source, entry, defines: compiled.append(defines) or entry
     )
     call = described(**change)
-    forward.prepare_paged(call)(call.query, call.key, call.value, call.tensors)
+    forward.prepare_paged(call)(call.query, call.key, call.value, call.operands)
     assert [defines["PACKED_HEADS"] for defines in compiled] == [packed_heads]
 
 
@@ -97,11 +98,11 @@ def as_on_cuda(monkeypatch):
     planning.forget()
     yield ran
     planning.forget()
-    varlen._refused.clear()
+    eager._refused.clear()
 
 
 def attend(call, **options):
-    t = call.tensors
+    t = call.operands
     return varlen.attend_by_kernel(
         call.query, call.key, call.value, t.cu_seqlens_q, t.kv_lens, t.page_table,
         {"is_causal": True} | options,
@@ -113,7 +114,7 @@ def test_a_supported_call_is_planned_once(as_on_cuda, monkeypatch):
     assert attend(call) == ("out", "lse")
     monkeypatch.setattr(planning, "prepare", lambda *args: pytest.fail("planned again"))
     assert attend(call) == ("out", "lse")
-    assert [args[3].kv_lens is call.tensors.kv_lens for args in as_on_cuda] == [True, True]
+    assert [args[3].kv_lens is call.operands.kv_lens for args in as_on_cuda] == [True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -143,7 +144,7 @@ def test_other_calls_are_left_to_attention_over_a_cache(as_on_cuda, options):
 def test_a_refusal_is_remembered(as_on_cuda, monkeypatch):
     call = described(page=4)
     assert attend(call) is None
-    monkeypatch.setattr(varlen, "_described", lambda *args: pytest.fail("asked again"))
+    monkeypatch.setattr(eager, "checked_call", lambda *args: pytest.fail("asked again"))
     assert attend(call) is None
     assert attend(described()._replace(key=call.key[:0], value=call.value[:0])) is None
 
@@ -167,7 +168,7 @@ def test_errors(as_on_cuda, options, error):
 
 def test_explain_names_the_kernel(as_on_cuda):
     call = described()
-    t = call.tensors
+    t = call.operands
     found = fa_ops.explain(
         call.query, call.key, call.value, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=None,
         kv_lens=t.kv_lens, page_table=t.page_table, max_seqlen_q=70,
@@ -178,7 +179,7 @@ def test_explain_names_the_kernel(as_on_cuda):
 
 def test_the_cpu_attends_a_cache():
     call = described()
-    t = call.tensors
+    t = call.operands
     out = fa_ops.attention_varlen(
         call.query, call.key, call.value, t.cu_seqlens_q, None, kv_lens=t.kv_lens,
         page_table=t.page_table, is_causal=True,

@@ -9,7 +9,7 @@ import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import configs, decode, forward
 from fa_ops.backends.hopper.runtime import nvrtc
-from fa_ops.call.call import CACHED, Call
+from fa_ops.call.call import Call
 from fa_ops.call.options import Cache, Spec
 from fa_ops.plans import dispatch
 
@@ -88,13 +88,13 @@ def test_a_prepared_call_fills_the_same_struct(driver, page):
     spec = spec._replace(alibi_slopes=slopes, sinks=sinks)
     if not page:
         cache, (k, v) = Cache(), (torch.randn(2, 4, 640, 64, dtype=torch.bfloat16) for _ in "kv")
-    call = Call(CACHED, q, k, v, spec, cache=cache)
+    call = Call.of(q, k, v, spec, cache=cache)
     run, of_backend = forward.prepare_cached(call), hopper.plan(call).prepare(call)
     # all but the results and the counter of tiles
     found = []
     for attend in (
-        lambda: run(q, k, v, call.tensors),
-        lambda: of_backend(q, k, v, call.tensors),
+        lambda: run(q, k, v, call.operands),
+        lambda: of_backend(q, k, v, call.operands),
         lambda: forward.cached_forward(q, k, v, cache, spec),
     ):
         out, lse = attend()

@@ -10,7 +10,7 @@ from fa_ops.backends import hopper
 from fa_ops.backends.hopper import eight_bit
 from fa_ops.backends.hopper.kernel_plan import Geometry
 from fa_ops.backends.hopper.runtime import nvrtc, warm
-from fa_ops.call.call import QUANTIZED, Call
+from fa_ops.call.call import Call
 from fa_ops.call.options import Operands, Quantization, Spec
 
 E4M3 = torch.float8_e4m3fn
@@ -53,7 +53,7 @@ def test_prepared_calls_find_their_own_tensors(driver):
     q, k, v = (torch.randn(2, 4, 100, 64, dtype=torch.half) for _ in range(3))
     lens, sinks = torch.tensor([90, 7], dtype=torch.int32), torch.randn(4, dtype=torch.half)
     spec = Spec(kv_lens=lens, sinks=sinks)
-    run = eight_bit.prepare(Call(QUANTIZED, q, k, v, spec, quantization=Quantization()))
+    run = eight_bit.prepare(Call.of(q, k, v, spec, quantization=Quantization()))
     other = q.clone(), k.clone(), v.clone()
     for tensors in ((q, k, v), other):
         out, lse = run(*tensors, Operands(sinks=sinks, kv_lens=lens), False)
@@ -126,7 +126,7 @@ def test_the_mean_is_subtracted_unless_it_would_matter(driver, softcap, smooth, 
 def test_the_offset_is_computed_for_lse_and_sinks_only(driver):
     q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(3))
     for sinks, with_lse in ((None, True), (torch.zeros(2), False), (None, False)):
-        call = Call(QUANTIZED, q, k, v, Spec(sinks=sinks), quantization=Quantization())
+        call = Call.of(q, k, v, Spec(sinks=sinks), quantization=Quantization())
         eight_bit.prepare(call)(q, k, v, Operands(sinks=sinks), with_lse)
         words = struct.unpack_from("<15Q", driver.last("quantize")[1])
         found = struct.unpack_from("<7Q", driver.last("quantized")[1], 384)
@@ -160,7 +160,7 @@ def test_what_is_refused(message):
         dtype, D = given.get("dtype", torch.half), given.get("D", 64)
         q = torch.empty(1, 2, 64, D, dtype=dtype, device="cuda")
         v = torch.empty(1, 2, 64, given.get("Dv", D), dtype=dtype, device="cuda")
-        call = Call(QUANTIZED, q, q, v, spec, quantization=Quantization())
+        call = Call.of(q, q, v, spec, quantization=Quantization())
         assert hopper.supports(call) == f"{message}; the triton backend can run it"
 
 
@@ -168,8 +168,7 @@ def test_scales_of_single_keys_are_refused():
     with FakeTensorMode():
         q = torch.empty(1, 2, 100, 64, dtype=E4M3, device="cuda")
         scale = torch.empty(1, 2, 100, device="cuda")
-        call = Call(
-            QUANTIZED,
+        call = Call.of(
             q,
             q,
             q,

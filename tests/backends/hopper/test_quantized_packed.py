@@ -10,7 +10,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends.hopper import eight_bit, kernel_plan
-from fa_ops.call.call import QUANTIZED_PACKED, Call
+from fa_ops.call.call import Call
 from fa_ops.call.options import Cache, Packing, Quantization, Spec
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
@@ -50,8 +50,8 @@ def described(
         k, v = numbers(300, heads[1], D), numbers(300, heads[1], Dv)
         cache, ends_k = None, torch.tensor([3, 133, 150, 290], dtype=torch.int32)
     lens = lens and torch.tensor(lens, dtype=torch.int32)
-    return Call(
-        QUANTIZED_PACKED, q, k, v, Spec(kv_lens=lens, backend="hopper", **spec),
+    return Call.of(
+        q, k, v, Spec(kv_lens=lens, backend="hopper", **spec),
         Packing(ends_q, None if cache else ends_k), cache, backend="hopper",
         quantization=Quantization(*scales, None, False, False),
     )  # fmt: skip
@@ -59,7 +59,7 @@ def described(
 
 def expected(call):
     """What the oracle makes of the same call."""
-    t, spec = call.tensors, call.spec
+    t, spec = call.operands, call.spec
     window = (
         None if spec.window_left < 0 > spec.window_right else (spec.window_left, spec.window_right)
     )
@@ -98,7 +98,7 @@ def read(address, shape, dtype):
 
 def check_preparation(call, plan, found):
     """Scales are repeated, values transposed, and each sequence's keys found."""
-    t, (T, Hq, _) = call.tensors, call.query.shape
+    t, (T, Hq, _) = call.operands, call.query.shape
     Hkv, Dv = call.value.shape[-2:]
     blocks, B = plan.sequences.key_blocks, plan.sequences.count
     lens = read(found.kv_lens, (B,), torch.int32)
@@ -147,13 +147,13 @@ def run(call, driver, kernels, monkeypatch, seed=0):
     plan = eight_bit._plan_of(call)
     _, _, _, threads, shared_bytes, defines = compiled[0]
     prepare, attend = kernels(plan, dict(defines), threads)
-    found, memory = plan.source.run(call.query, call.key, call.value, call.tensors, 0, True)
+    found, memory = plan.source.run(call.query, call.key, call.value, call.operands, 0, True)
     memory[0] = 0  # which the driver would set
     grid, params = driver.last("scaled_packed")
     prepare.run(params, grid[0])
     check_preparation(call, plan, found)
     monkeypatch.setattr(plan.source, "run", lambda *_: (found, memory))
-    out, lse = plan.run(call.query, call.key, call.value, call.tensors)
+    out, lse = plan.run(call.query, call.key, call.value, call.operands)
     grid, params = driver.last("quantized")
     maps = (cuda_quantized.Tensor * 3)()
     for to, one in zip(maps, plan.maps):
@@ -202,8 +202,8 @@ def beside_a_dominant_key(D=32, Dv=16, Sq=20, Sk=385):
     k[-1], v[-1] = 0.0, 0.0
     k[-1, 0, 0] = 88.0
     ends_q, ends_k = (torch.tensor([0, n], dtype=torch.int32) for n in (Sq, Sk))
-    return Call(
-        QUANTIZED_PACKED, q.to(E4M3), k.to(E4M3), v.to(E4M3), Spec(backend="hopper"),
+    return Call.of(
+        q.to(E4M3), k.to(E4M3), v.to(E4M3), Spec(backend="hopper"),
         Packing(ends_q, ends_k), backend="hopper",
         quantization=Quantization(*[torch.ones(1, 1)] * 3, None, False, False),
     )  # fmt: skip
@@ -232,7 +232,7 @@ def test_a_lane_may_come_late(driver, kernels, monkeypatch):
 
 def test_the_kernels_find_borders_and_tables(driver, monkeypatch):
     call = described(16, is_causal=True, sinks=torch.ones(2))
-    t, plan = call.tensors, eight_bit._plan_of(call)
+    t, plan = call.operands, eight_bit._plan_of(call)
     out, lse = eight_bit.prepare_packed(call)(call.query, call.key, call.value, t)
     assert out.shape == (61, 2, 16) and out.dtype == torch.bfloat16 and lse.shape == (2, 61)
     assert [one.name for one in driver.launched] == ["scaled_packed", "quantized"]
@@ -258,7 +258,7 @@ def test_the_kernels_find_borders_and_tables(driver, monkeypatch):
 @pytest.mark.parametrize("page", [0, 16])
 def test_values_whose_rows_are_not_multiples_of_16_bytes_run(page, driver):
     call = described(page, Dv=24)
-    out, lse = eight_bit.prepare_packed(call)(call.query, call.key, call.value, call.tensors)
+    out, lse = eight_bit.prepare_packed(call)(call.query, call.key, call.value, call.operands)
     assert out.shape == (61, 2, 24) and lse.shape == (2, 61)
 
 

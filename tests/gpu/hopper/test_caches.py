@@ -9,7 +9,7 @@ import torch
 import fa_ops
 from fa_ops.backends import hopper, reference, triton
 from fa_ops.backends.hopper import decode, forward
-from fa_ops.call.call import CACHED, Call
+from fa_ops.call.call import Call
 from fa_ops.call.options import Cache, Spec
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing.allocators import Arena
@@ -28,7 +28,7 @@ ROTATIONS = ({}, {"rotary": 16}, {"rotary": 16, "interleaved": True}, {"rotary":
 def check_appended(case: CacheCase) -> None:
     """Compare with the oracle; nothing outside the tensors may be written."""
     q, k, v, cache, spec = case.fresh()
-    call = planning.normalised(Call(CACHED, q, k, v, spec, cache=cache))
+    call = planning.normalised(Call.of(q, k, v, spec, cache=cache))
     if reason := dispatch.refusal("hopper", call):
         pytest.skip(reason)
     assert_cache_close(case, "hopper", Arena())
@@ -147,8 +147,8 @@ def test_writes_what_the_triton_kernel_writes(seed):
     found = []
     for prepare in (decode.prepare_append, triton.prepare_append):
         k2, v2 = (moved(t, t.storage_offset()) for t in (k, v))
-        call = Call(CACHED, q, k2, v2, spec, cache=cache)
-        queries, ends = prepare(call)(q, k2, v2, call.tensors)
+        call = Call.of(q, k2, v2, spec, cache=cache)
+        queries, ends = prepare(call)(q, k2, v2, call.operands)
         memory = (t.view(torch.uint8) if case.fp8 else t for t in (k2, v2))
         found.append((queries, ends, *memory))
     for name, x, y in zip(("queries", "lengths", "keys", "values"), *found, strict=True):
@@ -254,7 +254,7 @@ def test_public_functions_select_the_kernel():
     assert split.backend == "triton" and "without num_splits" in split.reasons["hopper"]
     none = fa_ops.explain(q[:, :, :0], k, v, **new)
     assert none.backend == "triton" and "that queries attend" in none.reasons["hopper"]
-    assert dispatch.choose(planning.normalised(Call(CACHED, *given, spec, cache=cache))) is hopper
+    assert dispatch.choose(planning.normalised(Call.of(*given, spec, cache=cache))) is hopper
 
 
 @pytest.mark.parametrize("prepare", [decode.prepare_append, triton.prepare_append])
@@ -265,8 +265,8 @@ def test_new_numbers_that_are_not_finite(prepare):
     q, k, v, cache, spec = case.fresh()
     cache.key[:, :, 0, :3] = torch.tensor([float("nan"), float("inf"), -1e30], device="cuda")
     found, wanted = ((k.clone(), v.clone()) for _ in range(2))
-    call = Call(CACHED, q, *found, spec, cache=cache)
-    prepare(call)(q, *found, call.tensors)
+    call = Call.of(q, *found, spec, cache=cache)
+    prepare(call)(q, *found, call.operands)
     reference.cache_forward(q, *wanted, cache, spec)
     for x, y in zip(found, wanted, strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))

@@ -8,7 +8,7 @@ import torch
 import fa_ops
 from fa_ops.backends import reference, triton
 from fa_ops.backends.triton import decode
-from fa_ops.call.call import CACHED, Call
+from fa_ops.call.call import Call
 from fa_ops.call.options import Cache, Spec
 from fa_ops.plans import planning
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
@@ -277,7 +277,7 @@ READS = {"rotary": 0, "fp8": False, "num_splits": 0, "batch_invariant": False, "
 
 def check(case):
     q, k, v, cache, spec = case.fresh()
-    assert triton.plan(Call(CACHED, q, k, v, spec, cache=cache)).kernel.endswith("forward")
+    assert triton.plan(Call.of(q, k, v, spec, cache=cache)).kernel.endswith("forward")
     assert_cache_close(case, "triton")
 
 

@@ -228,8 +228,8 @@ def test_states_are_merged_where_hopper_is_the_default():
 @pytest.mark.usefixtures("nan_poisoned_outputs")
 @pytest.mark.parametrize("D", [128, 24, 5])
 def test_merge_into(D):
-    assert_merges_into(backend.plan, torch.bfloat16, "cuda", D)
-    assert_merges_into(backend.plan, torch.bfloat16, "cuda", D, sum_dtype=torch.float32)
+    assert_merges_into(backend, torch.bfloat16, "cuda", D)
+    assert_merges_into(backend, torch.bfloat16, "cuda", D, sum_dtype=torch.float32)
 
 
 # Triton kernels on a GPU with float32 in parts, which only large calls take by themselves.
