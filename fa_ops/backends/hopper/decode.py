@@ -257,11 +257,12 @@ def with_layouts(g: Geometry, q: Tensor, k: Tensor, v: Tensor) -> Geometry:
 
 def without_keys(g: Geometry) -> Geometry:
     """The geometry of a template."""
-    q, (pages, Hkv, page, D), (*_, Dv) = g.shapes
+    q, (pages, Hkv, page, D), v = g.shapes
     if g.table is None:
         pages = page = 0
-    keys = pages, Hkv, page, D
-    return g._replace(shapes=(q, keys, (pages, Hkv, page, Dv)), strides=g.strides[:1])
+    shapes = q, (pages, Hkv, page, D), (pages, Hkv, page, v[3])
+    # half the time of `_replace`, in each step of a growing cache
+    return Geometry._make((*g[:2], shapes, g.strides[:1], *g[4:]))
 
 
 def entries_of(config: DecodeConfig | MlaConfig) -> tuple[Entry, Entry]:
