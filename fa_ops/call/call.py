@@ -33,10 +33,15 @@ class Signature:
         self, name: str, operands: Sequence[str], options: Sequence[str] = (),
         required: Sequence[str] = (), **fixed: bool,
     ) -> None:  # fmt: skip
-        self.name, self.operands, self._fixed = name, OperandSet(operands), fixed
+        self.name, self.operands = name, OperandSet(operands)
         self.required = tuple(required)  # operands that every call has
         self.options = (*Options._fields[: Options._fields.index("backend") + 1], *options)
         self._select = itemgetter(*map(Options._fields.index, self.options))
+        # of the options that it does not have, in order: behind the common ones, and at the end
+        others = Options(**fixed)
+        self._common = len(self.options) - len(options)
+        start = Options._fields.index(options[0]) if options else self._common
+        self._before, self._behind = others[self._common : start], others[start + len(options) :]
 
     def __repr__(self) -> str:
         return self.name
@@ -50,9 +55,9 @@ class Signature:
         scalars: tuple,
     ) -> Call:  # fmt: skip
         """The call with these operands and options."""
-        return Call(
-            query, key, value, operands, Options(**dict(zip(self.options, scalars)), **self._fixed)
-        )
+        common, own = scalars[: self._common], scalars[self._common :]
+        options = Options(*common, *self._before, *own, *self._behind)
+        return Call(query, key, value, operands, options)
 
 
 _LONGEST = ("max_seqlen_q", "max_seqlen_k")

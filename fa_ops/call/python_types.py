@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa_ops.call import backend_option
 from fa_ops.call.call import CACHED, Call, Signature
-from fa_ops.call.options import Operands, Packing, bounded, dtype_name
+from fa_ops.call.options import NO_OPERANDS, Operands, Packing, bounded, dtype_name
 from fa_ops.tracing import can_read, is_compiling, is_differentiated, is_traced_by_dynamo
 
 Window = tuple[int | None, int | None]
@@ -39,7 +39,8 @@ def checked_call(
     names = ("query", "key_cache", "value_cache") if signature is CACHED else _NAMES
     for name, t in zip(names, (query, key, value)):
         need_tensor(name, t)
-    for name, t in zip(Operands._fields, operands):
+    named = () if operands is NO_OPERANDS else zip(Operands._fields, operands)
+    for name, t in named:
         if t is not None or name in signature.required:
             need_tensor(_SHOWN.get(name, name), t)
     if operands.cu_seqlens_q is not None and operands.page_table is None:

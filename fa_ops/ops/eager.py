@@ -54,7 +54,8 @@ def run(
                 run, cast, query, key, value, operands, scalars, function, with_lse
             )
         call = checked_call(function.signature, query, key, value, operands, scalars)
-        if geometry is None or not library.is_strided(query, key, value, *operands):
+        others = () if geometry is None else function.signature.operands.select(operands)
+        if geometry is None or not library.is_strided(query, key, value, *others):
             schema = function.schema(call, with_lse)
             results = schema.run(call)
             if not schema.has_lse:
