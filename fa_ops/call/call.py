@@ -255,7 +255,6 @@ class Call(NamedTuple):
     ) -> Call:  # fmt: skip
         """The call with these groups of arguments."""
         arguments = spec._asdict() | (packing._asdict() if packing else {})
-        arguments["packed"] = packing is not None
         if cache is not None:
             more = cache._asdict()
             more |= {"new_key": more.pop("key"), "new_value": more.pop("value")}
@@ -272,7 +271,8 @@ def attention_call(
 ) -> Call:  # fmt: skip
     """The call with these operands and options, by name.
 
-    `backend` is what the call's `backend` is, and what its options say unless it is "auto".
+    Calls with `cu_seqlens_q` are packed; those of a cache or of 8-bit products have `over_cache`
+    or `eight_bits`. A `backend` is that of the options and of the call.
 
     Raises:
         TypeError: an argument is neither an operand nor an option.
@@ -282,6 +282,7 @@ def attention_call(
     options = {n: arguments.pop(n) for n in Options._fields if n in arguments}
     if arguments:
         raise TypeError(f"calls of attention have no argument {next(iter(arguments))!r}")
+    options.setdefault("packed", operands.get("cu_seqlens_q") is not None)
     given = any(t is not None for t in operands.values())
     return Call(
         query, key, value, Operands(**operands) if given else NO_OPERANDS, Options(**options),

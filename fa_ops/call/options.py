@@ -27,11 +27,9 @@ MAX_SHORT_HEAD_DIM = 64
 
 
 class Spec(NamedTuple):
-    """The options of an attention call: every argument besides query, key and value.
+    """The operands and options of every call, as backends' functions and tests take them.
 
-    Field order is the operators' schema order, so `Spec(*args[3:], **kwargs)` binds an operator's
-    arguments. A tuple rather than a dataclass because operators build one in every eager call (0.5
-    us against 2.5 us).
+    `Call.spec` makes it. Its first three fields and `keywords` are arguments of dense operators.
     """
 
     # bool (True keeps) or float (added), broadcastable to (B, Hq, Sq, Sk)

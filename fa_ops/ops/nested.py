@@ -50,7 +50,7 @@ def _pack(call: dict) -> tuple[dict, Call]:
     tokens = {name: _tokens(name, x) for name, x in given.items()}
     _need_same_lengths(call["key"], call["value"])
     ends = {"cu_seqlens_q": _cu_seqlens(call["query"]), "cu_seqlens_k": _cu_seqlens(call["key"])}
-    return tokens, attention_call(None, None, None, packed=True, **arguments | ends)
+    return tokens, attention_call(None, None, None, **arguments | ends)
 
 
 def _need_same_lengths(key: Tensor, value: Tensor) -> None:
