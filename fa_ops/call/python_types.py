@@ -47,28 +47,33 @@ def checked_call(
         need_tensor("cu_seqlens_k", operands.cu_seqlens_k)
     if (operands.new_key is None) != (operands.new_value is None):
         raise ValueError("key and value must be given together")
-    given = dict(zip(signature.options, scalars))
+    call = signature.call(query, key, value, operands, scalars)
+    options, changes = call.options, {}
     for name in _FLAGS:
-        if name in given:
-            need_bool(name, given[name])
-    if given["scale"] is not None:
-        given["scale"] = need_number("scale", given["scale"])
-    given["softcap"] = need_number("softcap", given["softcap"])
+        flag = getattr(options, name)
+        if type(flag) is not bool:
+            need_bool(name, flag)
+    if options.scale is not None and type(options.scale) is not float:
+        changes["scale"] = need_number("scale", options.scale)
+    if type(options.softcap) is not float:
+        changes["softcap"] = need_number("softcap", options.softcap)
     for name in ("max_seqlen_q", "max_seqlen_k"):
-        if given.get(name) is not None:
-            given[name] = need_int(name, given[name], "an int or None")
-    if "num_splits" in given:
-        given["num_splits"] = need_int("num_splits", given["num_splits"])
-    dtype = given.get("qk_dtype")
+        longest = getattr(options, name)
+        if longest is not None:
+            changes[name] = need_int(name, longest, "an int or None")
+    if type(options.num_splits) is not int or options.num_splits:
+        changes["num_splits"] = need_int("num_splits", options.num_splits)
+    dtype = options.qk_dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"qk_dtype must be a torch.dtype, got {dtype!r}")
-    if given["backend"] is None:
-        given["backend"] = backend_option.chosen()
-    if given["backend"] is not None:
-        backend_option.check_name(given["backend"])
-    return signature.call(
-        query, key, value, operands, tuple([given[name] for name in signature.options])
-    )
+    backend = options.backend
+    if backend is None:
+        backend = backend_option.chosen()
+    if backend is not None:
+        backend_option.check_name(backend)
+    if backend is not options.backend:
+        changes["backend"] = backend
+    return call._replace(options=options._replace(**changes)) if changes else call
 
 
 def checked_packing(

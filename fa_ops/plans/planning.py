@@ -126,16 +126,16 @@ def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
     signature, operands = call.signature, call.operands
     family = _family_of(key, call, signature)
     plan = _plans.get(family)
+    check_values = _check_of_values(call)
     if plan is None:
-        check(call)
-        check_values = _check_of_values(call)
+        check(call, signature=signature)
         if check_values is not None and not is_capturing(call.query.device):
             check_values(call.query, call.key, call.value, operands)
     step = _normalising_step(operands)
     normal = _normalised(call, step)
     if plan is None:
         plan = _keep(_plans, family, plan_for(normal))
-    run = _with_steps_before(plan.prepare(normal), call, step)
+    run = _with_steps_before(plan.prepare(normal), call, step, check_values)
     given = NO_OPERAND_SET if operands is NO_OPERANDS else operand_set(operands)
     return _keep(_prepared, key, Prepared(run, signature, call.options, scalars, given))
 
@@ -221,7 +221,7 @@ def plan_for(call: Call) -> Plan:
     if call.is_empty:
         return outputs.plan(call)
     backend = dispatch.choose(call)
-    if call.writes_cache:
+    if call.is_cached and call.writes_cache:
         rest = call.read_only()
         reader = backend if backend.append_error(call) else dispatch.choose(rest)
         if reader is not backend:
@@ -279,13 +279,13 @@ def _has_token_scales(operands: Operands) -> bool:
     return scales_of(operands.k_scale, operands.v_scale, is_paged) == TOKEN_SCALES
 
 
-def check(call: Call, real: bool = True) -> None:
+def check(call: Call, real: bool = True, signature: Signature | None = None) -> None:
     """Raise ValueError or TypeError unless the call is legal.
 
     `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
     q, k, v, saved, spec = call.query, call.key, call.value, call.saved, call.spec
-    signature = call.signature
+    signature = signature or call.signature
     if signature is DENSE:
         checks.dense(q, k, v, spec, real)
     elif signature is PACKED:
@@ -348,7 +348,10 @@ def _absent(t: Tensor) -> None:
     """In place of new keys and values without tokens."""
 
 
-def _with_steps_before(run: Run, call: Call, step: Callable[[Operands], Operands] | None) -> Run:
+def _with_steps_before(
+    run: Run, call: Call, step: Callable[[Operands], Operands] | None,
+    check_values: Callable[..., None] | None,
+) -> Run:  # fmt: skip
     """`run` preceded by the steps that every call of this geometry needs."""
     if outputs.needs_features(call):
         run = outputs.adding_features(run, call)
@@ -356,7 +359,6 @@ def _with_steps_before(run: Run, call: Call, step: Callable[[Operands], Operands
         run = _after(step, run, call)
     if call.operands.new_key is not None:
         run = cache_memory.checking(run, call.key, call.value)
-    check_values = _check_of_values(call)
     if check_values is None:
         return run
     add = _checking_values if call.saved is None else _checking_values_of_backward

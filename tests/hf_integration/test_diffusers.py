@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_integration.diffusers.attention import answers_sdpa
-
 pytest.importorskip("diffusers", reason="needs diffusers: pip install 'fa-ops[diffusers]'")
 
 import tiny_diffusers
@@ -26,6 +24,7 @@ from tiny_diffusers import TINY, padding, randn
 
 import fa_ops
 import hf_integration.diffusers
+from hf_integration.diffusers.attention import answers_sdpa
 from tests.evaluation import diffusers_bench
 
 # Whether the model's masks are lengths, two runs of keys, or added to scores; None: it has none.

@@ -22,7 +22,7 @@ from fa_ops.backends.hopper.configs import (
     head_dim_error,
     limit_error,
 )
-from fa_ops.call.call import Call, Plan, append_then_attend, decoding
+from fa_ops.call.call import Call, Plan, Saved, append_then_attend, decoding
 from fa_ops.call.options import (
     MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
@@ -80,13 +80,15 @@ def supports(call: Call) -> str | None:
         return _cached_error(call)
     if call.is_paged:
         return _paged_error(call)
-    is_forward = call.is_dense and not call.is_backward
-    if call.backend == "auto" and is_forward and is_decoding(q.shape[2], k.shape[2], spec):
-        # where the decoding kernel cannot run, a backend that splits keys is faster than `forward`
-        return cache_error(q, k, v, Cache(), spec)
-    if call.backend == "auto" and call.is_dense and _is_slow_for_short_rows(call):
-        return f"is slower for short rows with a bias; {_ALTERNATIVE}"
-    return support_error(q, k, v, spec, call.is_dense)
+    is_dense, saved = not call.is_packed, call.saved  # all other calls have returned
+    if call.backend == "auto" and is_dense:
+        if saved is None and is_decoding(q.shape[2], k.shape[2], spec):
+            # where the decoding kernel cannot run, a backend that splits keys is faster than
+            # `forward`
+            return cache_error(q, k, v, Cache(), spec)
+        if _is_slow_for_short_rows(q, k, v, spec, saved):
+            return f"is slower for short rows with a bias; {_ALTERNATIVE}"
+    return support_error(q, k, v, spec, is_dense)
 
 
 def append_error(call: Call) -> str | None:
@@ -104,12 +106,13 @@ def mask_blocks_error(mask: Tensor) -> str | None:
     return f"has no kernel that summarises masks; {_ALTERNATIVE}"
 
 
-def _is_slow_for_short_rows(call: Call) -> bool:
+def _is_slow_for_short_rows(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, saved: Saved | None
+) -> bool:
     """Whether rows with a bias are so short that the kernel that holds them whole is faster.
 
     With 128 tokens, which that kernel holds as well, this backend takes 0.9 times as long.
     """
-    q, k, v, spec, saved = call.query, call.key, call.value, call.spec, call.saved
     if max(q.shape[2], k.shape[2]) > MAX_SHORT_GRADIENT_ROWS:
         return False
     if saved is not None:
@@ -130,10 +133,10 @@ def _plan(call: Call) -> Plan:
 
     Modules are imported where they are needed: reading the parameters of their kernels takes 20 ms.
     """
-    if call.is_quantized or (call.is_paged and call.is_packed):
+    if call.is_quantized or (call.is_packed and call.is_paged):
         return _rare_plan(call)
-    q, k, v, spec = call.query, call.key, call.value, call.spec
-    if call.is_backward:
+    q, k, v = call.query, call.key, call.value
+    if call.saved is not None:
         return _backward_plan(call)
     if call.is_cached:
         module = _cache_module(q, k, v, call.cache)
@@ -142,7 +145,7 @@ def _plan(call: Call) -> Plan:
         from fa_ops.backends.hopper import packed
 
         return Plan("forward", packed.prepare)
-    module = _decoding_module(q, k, v, spec)
+    module = _decoding_module(q, k, v, call.spec)
     if module is not None:
         return decoding(_plan_of(module))
     from fa_ops.backends.hopper import forward
