@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -110,18 +110,22 @@ class Call(NamedTuple):
     saved: Saved | None = None
     backend: str = "auto"  # the name that the caller asked for
 
-    # Facets of a call. Getters in C, as a first call waits for them.
-    is_packed = property(
-        attrgetter("options.packed"),
-        doc="Whether query is (T, H, D), tokens of sequences that follow one another.",
-    )
-    is_cached = property(
-        attrgetter("options.over_cache"),
-        doc="Whether query is (B, H, S, D), and key and value a cache of which kv_lens are used.",
-    )
-    is_quantized = property(
-        attrgetter("options.eight_bits"), doc="Whether the products are of 8-bit numbers."
-    )
+    # Facets of a call: properties in Python, as TorchDynamo traces some of them.
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether query is (T, H, D), tokens of sequences that follow one another."""
+        return self.options.packed
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether query is (B, H, S, D), and key and value a cache of which kv_lens are used."""
+        return self.options.over_cache
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the products are of 8-bit numbers."""
+        return self.options.eight_bits
 
     @property
     def is_paged(self) -> bool:
@@ -200,7 +204,12 @@ class Call(NamedTuple):
     @property
     def spec(self) -> Spec:
         """The operands and options of every call."""
-        return tuple.__new__(Spec, _of_spec(self.operands + self.options))
+        t, o = self.operands, self.options
+        return Spec(
+            t.attn_mask, o.dropout_p, o.is_causal, o.scale, o.window_left, o.window_right,
+            o.softcap, t.alibi_slopes, t.sinks, t.kv_lens, t.key_ranges, t.dropout_seed,
+            o.deterministic, o.backend, t.mask_blocks,
+        )  # fmt: skip
 
     @property
     def packing(self) -> Packing | None:
@@ -256,10 +265,6 @@ class Call(NamedTuple):
             arguments |= quantization._asdict() | {"eight_bits": True}
         call = attention_call(query, key, value, saved=saved, **arguments)
         return call._replace(backend=backend)
-
-
-# A tuple made in C: a first call waits for some of them, and each one on the CPU for one.
-_of_spec = itemgetter(*map((*Operands._fields, *Options._fields).index, Spec._fields))
 
 
 def attention_call(
