@@ -277,11 +277,12 @@ def keywords(spec: Spec) -> dict:
     return {
         name: value
         for name, value in zip(Spec._fields, spec)
-        if name in _KEYWORDS and not _is_default(value, Spec._field_defaults[name])
+        if name in _KEYWORDS and not is_default(value, Spec._field_defaults[name])
     }
 
 
-def _is_default(value: object, default: object) -> bool:
+def is_default(value: object, default: object) -> bool:
+    """Whether an argument need not be given; tensors are compared by identity."""
     return value is default or (type(value) is float and value == default)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fa_ops.call.call import Call, Signature
-from fa_ops.call.options import Operands, Options, new_operands
+from fa_ops.call.options import Operands, Options, is_default, new_operands
 
 # The keyword-only tail of dense and packed operators.
 _OPTIONS = (
@@ -131,10 +131,6 @@ class Schema:
         keywords = {
             name: given[name]
             for name, default in self._keywords
-            if not _is_default(given[name], default)
+            if not is_default(given[name], default)
         }
         return [given[name] for name in self._positional], keywords
-
-
-def _is_default(value: object, default: object) -> bool:
-    return value is default or (type(value) is float and value == default)
