@@ -59,7 +59,7 @@ def four_dims(mask: Tensor) -> Tensor:
 
 # Tiles of attention scores for the blockwise forward and backward passes.
 
-# Measured on AVX2 with 1 MiB of L2 (docs/performance-cpu.md). ROWS counts the rows of all query
+# Measured on AVX2 with 1 MiB of L2 (docs/performance/cpu.md). ROWS counts the rows of all query
 # heads that share a kv head; a slab has 1 MiB of fp32 scores per thread.
 ROWS, COLS, SLAB = 128, 256, 2**18
 
