@@ -20,6 +20,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(<!-- not run: .*? -->\n+)?```python\n(.*?)```", re.DOTALL)
 
 
+def name_of(page: Path) -> str:
+    """The page as the tests name it."""
+    return str(page.relative_to(ROOT))
+
+
 def examples(page: Path) -> list[tuple[int, str]]:
     """(line, source) of the examples on the page that can run."""
     text = page.read_text()
@@ -27,9 +32,23 @@ def examples(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, start), source) for start, source in matches]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if examples(p)], ids=lambda p: p.name)
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    """A folder with the model that examples load by the name "./my-llama"."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
+    config = transformers.LlamaConfig(**sizes, **heads)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "my-llama")
+    return folder
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if examples(p)], ids=name_of)
 def test_examples_run(page, request, monkeypatch):
     request.addfinalizer(compile_passes.uninstall)  # examples may install the pass
+    if "./my-llama" in page.read_text():
+        monkeypatch.chdir(request.getfixturevalue("model_folder"))
     module = types.ModuleType(f"docs_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dynamo imports it by its name
     for line, source in examples(page):
@@ -76,7 +95,9 @@ def test_messages_on_troubleshooting_are_those_of_the_code():
 def test_pictures_exist_and_have_words():
     for page in PAGES:
         for words, target in re.findall(r"!\[([^]]*)\]\(([^)]+)\)", page.read_text()):
-            assert words and (page.parent / target).is_file(), f"{page.name}: {target}"
+            badge = target.startswith("https://img.shields.io/badge/")
+            found = badge or (page.parent / target).is_file()
+            assert words and found, f"{page.name}: {target}"
 
 
 def test_links_lead_to_files_and_headings():
@@ -107,13 +128,23 @@ def headings(page: Path) -> set[str]:
 
 
 def test_roles_in_docstrings_become_links():
-    names = runpy.run_path(str(ROOT / "docs/roles.py"))
-    page = '<h2 id="a.b"></h2><h2 id="a.c.b"></h2><h3 id="a.c.d"></h3>'
-    roles = ":func:<code>~a.c.d</code> :class:<code>d</code> :func:<code>b</code>"
-    assert names["on_page_content"](page + roles, page=None) == page + (
-        '<a href="#a.c.d"><code>a.c.d</code></a> <a href="#a.c.d"><code>d</code></a> '
-        "<code>b</code>"  # of two functions
-    )
+    resolved = runpy.run_path(str(ROOT / "docs/hooks.py"))["resolved"]
+    addresses = {"a.b": "r/a/", "a.c.b": "r/a/", "a.c.d": "r/a/", "x.d": "r/x/", "x.e": "r/x/"}
+    roles = {name: f":func:<code>{name}</code>" for name in ("~a.c.d", "d", "b", "e")}
+    links = {name: resolved(role, "r/a/", addresses, "../../") for name, role in roles.items()}
+    assert links == {
+        "~a.c.d": '<a href="#a.c.d"><code>a.c.d</code></a>',
+        "d": '<a href="#a.c.d"><code>d</code></a>',  # of this page, not of the other one
+        "b": "<code>b</code>",  # of two functions
+        "e": '<a href="../../r/x/#x.e"><code>e</code></a>',
+    }
+
+
+def test_files_of_the_root_become_pages():
+    page = runpy.run_path(str(ROOT / "docs/hooks.py"))["on_page_markdown"]
+    text = page('--8<-- "SECURITY.md"\n', page=None)
+    assert "# Security" in text and "](support.md)" in text and "](docs/" not in text
+    assert page("text\n", page=None) == "text\n"
 
 
 def test_docstrings_have_the_sections_that_the_site_knows():
