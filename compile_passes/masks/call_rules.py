@@ -1,7 +1,7 @@
 """Whether replacing a call of scaled_dot_product_attention or FlexAttention pays: one table of
 rules, of which the first that holds decides.
 
-The measurements are those of docs/fusion.md and docs/performance/cpu.md.
+The measurements are those of docs/performance/models.md and cpu.md.
 """
 
 from __future__ import annotations

@@ -89,13 +89,13 @@ def test_figures_agree_with_the_table_of_memory():
 
 
 def test_figures_agree_with_the_table_of_fusion():
-    text = (DOCS / "fusion.md").read_text()
+    text = (DOCS / "performance/models.md").read_text()
     for r in records_of("fusion", "ms"):
         assert f" {r['ms']:.1f} | {r['gib']:.2f} |" in text
 
 
 def test_figures_agree_with_the_table_of_compiled_transformers():
-    _, _, text = (DOCS / "transformers.md").read_text().partition("| milliseconds, compiled |")
+    _, _, text = (DOCS / "performance/models.md").read_text().partition("| milliseconds, compiled |")
     cells = {float(number) for number in re.findall(r"(?<=\| )\d+\.\d+(?= \|)", text)}
     for field in ("ms", "ms_per_token"):
         for r in records_of("transformers", field):
