@@ -95,7 +95,8 @@ def test_figures_agree_with_the_table_of_fusion():
 
 
 def test_figures_agree_with_the_table_of_compiled_transformers():
-    _, _, text = (DOCS / "performance/models.md").read_text().partition("| milliseconds, compiled |")
+    page = (DOCS / "performance/models.md").read_text()
+    _, _, text = page.partition("| milliseconds, compiled |")
     cells = {float(number) for number in re.findall(r"(?<=\| )\d+\.\d+(?= \|)", text)}
     for field in ("ms", "ms_per_token"):
         for r in records_of("transformers", field):
