@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,8 @@ import pytest
 
 def run(code: str) -> str:
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    env = {name: value for name, value in os.environ.items() if name != "FA_OPS_CACHE_DIR"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

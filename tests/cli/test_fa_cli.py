@@ -96,7 +96,8 @@ def test_doctor_reports_an_unknown_backend_in_the_environment(monkeypatch):
     assert "every call will fail: backend must be 'auto' or one of" in invoke("doctor").output
 
 
-def test_doctor_reports_owner_mode_and_verdict_of_the_cache_folder(tmp_path):
+def test_doctor_reports_owner_mode_and_verdict_of_the_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("FA_OPS_CACHE_DIR", raising=False)
     assert [name for name, _ in doctor.cache(tmp_path / "none")] == ["folder", "verdict"]
     (tmp_path / "kernel.cubin").write_bytes(bytes(3 * 2**19))
     user = f"{pwd.getpwuid(os.getuid()).pw_name} ({os.getuid()})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import types
 
@@ -22,6 +23,21 @@ def real_is_small():
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(configs, "is_small", lambda scores, head_dim: head_dim % 16 != 8)
         yield rule
+
+
+@pytest.fixture(scope="session", autouse=True)
+def strict_allocation():
+    """`launch.empty` that refuses torch.Size, as the function that allocates on a GPU does."""
+
+    def empty(size, stride, *rest):
+        assert type(size) is tuple and type(stride) is tuple
+        return launch.empty(size, stride, *rest)
+
+    with pytest.MonkeyPatch.context() as patches:
+        for name in ("append", "cached", "decode", "forward", "matrix_products", "short_rows"):
+            module = importlib.import_module(f"{launch.__package__}.{name}")
+            patches.setattr(module, "empty", empty)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

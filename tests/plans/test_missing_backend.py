@@ -11,10 +11,12 @@ import pytest
 CHOOSE = """
 import json, sys, warnings
 import torch
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensorMode, fake_tensor
 
-torch.cuda.is_available = lambda: {capability} is not None
-torch.cuda.get_device_capability = lambda *_: {capability}
+capability = {capability}
+torch.cuda.is_available = lambda: capability is not None
+torch.cuda.get_device_capability = lambda *_: capability
+fake_tensor.init_gpu_context = lambda *_: None  # a CUDA build of torch would initialise the GPU
 {before}
 import fa_ops
 from fa_ops.call.call import DENSE, Call, Saved

@@ -434,7 +434,7 @@ def _backward_of(
     tile = short_backward_tile(Sq, Sk, max(D, Dv), shared)
     chunks = tile.chunks(B, Hq, multiprocessors(device))
     grads = [written_like(x) for x in (q, k, v)]
-    of_grads = [(x.shape, x.stride(), x.dtype, device) for x in grads]
+    of_grads = [(tuple(x.shape), x.stride(), x.dtype, device) for x in grads]
     # rows of inputs overlap: their gradients are copied to the layout of `torch.empty_like`
     copied = any(laid_out_as(grad, x) is not grad for grad, x in zip(grads, (q, k, v)))
     rows = B * Hq, ROW_UNIT.value

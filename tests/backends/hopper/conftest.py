@@ -91,7 +91,7 @@ def driver(monkeypatch):
     instead = {
         "current_device": lambda: None,  # the index of CPU tensors
         "current_stream": lambda index: 77,
-        "empty": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+        "empty": _empty
     }
     for module in HOSTS:
         for name in instead.keys() & vars(module).keys():
@@ -101,6 +101,12 @@ def driver(monkeypatch):
     _forget()
     yield fake
     _forget()
+
+
+def _empty(size, stride, dtype):
+    """As strict as the function for GPUs, which refuses subclasses of tuple such as torch.Size."""
+    assert type(size) is tuple and type(stride) is tuple
+    return torch.empty_strided(size, stride, dtype=dtype)
 
 
 def _forget():

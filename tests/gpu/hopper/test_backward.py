@@ -444,7 +444,7 @@ def test_lengths_by_whole_heads(changes, lengths, D, taken):
 @pytest.mark.usefixtures("taken")
 @pytest.mark.parametrize("D", DIMS)
 @pytest.mark.parametrize(
-    "B, Hq, Hkv, Sq, Sk", [(1, 8, 8, 64, 64), (2, 8, 2, 60, 100), (3, 5, 5, 200, 256)]
+    "B, Hq, Hkv, Sq, Sk", [(1, 8, 8, 64, 64), (2, 4, 2, 60, 100), (3, 5, 5, 100, 256)]
 )
 def test_small_problems_on_many_processors(B, Hq, Hkv, Sq, Sk, D, taken):
     with few_processors(132):

@@ -9,7 +9,7 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends.hopper import forward
 from fa_ops.call.options import Packing, Spec
-from fa_ops.functions import varlen
+from fa_ops.ops import eager
 from fa_ops.plans import planning
 from fa_ops.testing import assert_within_budget, naive
 from tests.gpu.cases import few_processors
@@ -247,7 +247,7 @@ def test_other_backends_attend_tiles_of_a_cache(native):
     assert not native
     args, options, _ = drawn(1, 64, 64, 8, 4)  # pages that the kernel does not take
     assert_as_the_oracle(args, options)
-    assert not native and varlen._refused
+    assert not native and eager._refused
 
 
 def test_autocast_keeps_the_kernel(native):
