@@ -54,7 +54,7 @@ TOP = {
     ),
     "fa_ops.testing": (
         "fa_ops.testing",
-        "fa_ops.call.options",
+        "fa_ops.call",
         "fa_ops.backends.quantization",
         "fa_ops.backends.reference",
     ),

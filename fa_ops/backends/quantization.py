@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa_ops.call.options import MEAN_KEYS, SCALE_BLOCK, Quantization, Spec, default_scale
+from fa_ops.call.call import Call
+from fa_ops.call.options import MEAN_KEYS, SCALE_BLOCK
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX, INT8_MAX = 448.0, 127.0
@@ -40,31 +41,30 @@ class Quantised(NamedTuple):
     offset: Tensor | None = None
 
 
-def quantised(
-    q: Tensor, k: Tensor, v: Tensor, quantization: Quantization, spec: Spec, wide: torch.dtype
-) -> Quantised:
+def quantised(call: Call, wide: torch.dtype) -> Quantised:
     """Quantise 16-bit tensors, or name the scales of 8-bit ones; keys beyond kv_lens are 0."""
-    inside = None
-    if spec.kv_lens is not None:
-        inside = torch.arange(k.shape[2], device=k.device) < spec.kv_lens.view(-1, 1, 1)
+    kv_lens, options, inside = call.operands.kv_lens, call.options, None
+    if kv_lens is not None:
+        inside = torch.arange(call.key.shape[2], device=call.key.device) < kv_lens.view(-1, 1, 1)
         inside = inside.unsqueeze(-1)
-    is_eight_bit = q.dtype == E4M3
-    q, k, v = (t.to(wide) for t in (q, k, v))
+    q, k, v = (t.to(wide) for t in call[:3])
     if inside is not None:
         k, v = (torch.where(inside, t, 0.0) for t in (k, v))
-    if is_eight_bit:
-        scales = _expanded(q, k, quantization, wide)
-        return Quantised(q, k, v, *scales)
+    if call.query.dtype == E4M3:
+        t = call.operands
+        q_scale, k_scale, v_scale = (x.to(wide) for x in (t.q_scale, t.k_scale, t.v_scale))
+        q_scale, k_scale = _of_tokens(q_scale, q.shape[2]), _of_tokens(k_scale, k.shape[2])
+        return Quantised(q, k, v, q_scale, k_scale, _of_channels(v_scale))
     offset = None
-    if quantization.smooth_key and not spec.softcap:
-        mean = mean_of_keys(k, spec.kv_lens)
+    if options.smooth_key and not options.softcap:
+        mean = mean_of_keys(k, kv_lens)
         per_head = mean.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        offset = default_scale(spec, q.shape[3]) * (q * per_head).sum(-1, keepdim=True)
+        offset = call.scale * (q * per_head).sum(-1, keepdim=True)
         k = k - mean if inside is None else torch.where(inside, k - mean, 0.0)
-    if quantization.rotate:
+    if options.rotate:
         turn = rotation(q.shape[3], wide).to(q.device)
         q, k = q @ turn, k @ turn
-    is_int8 = quantization.qk_dtype in (None, torch.int8)
+    is_int8 = options.qk_dtype in (None, torch.int8)
     q, q_scale = _with_scale(q, q.abs().amax(-1, keepdim=True), is_int8)
     k, k_scale = _with_scale(k, _largest_of_blocks(k), is_int8)
     v, v_scale = _with_scale(v, v.abs().amax(2, keepdim=True), False)
@@ -133,12 +133,6 @@ def _largest_of_blocks(k: Tensor) -> Tensor:
     largest = F.pad(k.abs().amax(-1), (0, -Sk % SCALE_BLOCK))
     largest = largest.unflatten(2, (-1, SCALE_BLOCK)).amax(-1)
     return largest.repeat_interleave(SCALE_BLOCK, 2)[:, :, :Sk].unsqueeze(-1)
-
-
-def _expanded(q: Tensor, k: Tensor, quantization: Quantization, wide: torch.dtype) -> list[Tensor]:
-    """The given scales of query, key and value, broadcastable to them."""
-    q_scale, k_scale, v_scale = (t.to(wide) for t in quantization[:3])
-    return [_of_tokens(q_scale, q.shape[2]), _of_tokens(k_scale, k.shape[2]), _of_channels(v_scale)]
 
 
 def _of_tokens(scale: Tensor, S: int) -> Tensor:

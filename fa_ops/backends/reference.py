@@ -6,6 +6,7 @@ It defines the semantics of the library, and is not meant to be fast.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,53 +14,55 @@ from torch import Tensor
 from fa_ops.backends import dropout, quantization
 from fa_ops.backends.mask_blocks import mask_blocks  # noqa: F401 - for fa::mask_blocks
 from fa_ops.call.call import Call, Plan, general, general_plan
-from fa_ops.call.options import Cache, Gradients, Packing, Quantization, Spec, default_scale
+from fa_ops.call.options import Gradients
 
 
-def keep_mask(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, device: torch.device) -> Tensor:
-    """The mask: bool (B, Hq or 1, Sq, Sk), True where query i of head h attends key j."""
-    j = torch.arange(Sk, device=device)
-    lens = key_lengths(spec, Sk, device)
-    diagonal = torch.arange(Sq, device=device).view(Sq, 1) + lens - Sq
+def keep_mask(call: Call) -> Tensor:
+    """The mask of a dense call: bool (B, Hq or 1, Sq, Sk), True where a query attends a key."""
+    t, o, (B, _, Sq, _), Sk = call.operands, call.options, call.query.shape, call.key.shape[2]
+    j = torch.arange(Sk, device=call.query.device)
+    lens = key_lengths(call)
+    diagonal = torch.arange(Sq, device=j.device).view(Sq, 1) + lens - Sq
     keep = (j < lens).expand(B, 1, Sq, Sk)
-    if spec.is_causal:
+    if o.is_causal:
         keep = keep & (j <= diagonal)
-    if spec.window_left >= 0:
-        keep = keep & (diagonal - j <= spec.window_left)
-    if spec.window_right >= 0:
-        keep = keep & (j - diagonal <= spec.window_right)
-    if spec.key_ranges is not None:
-        keep = keep & (j >= spec.key_ranges[..., :1]) & (j < spec.key_ranges[..., 1:])
-    if spec.attn_mask is not None:
-        bias = spec.attn_mask
+    if o.window_left >= 0:
+        keep = keep & (diagonal - j <= o.window_left)
+    if o.window_right >= 0:
+        keep = keep & (j - diagonal <= o.window_right)
+    if t.key_ranges is not None:
+        keep = keep & (j >= t.key_ranges[..., :1]) & (j < t.key_ranges[..., 1:])
+    if t.attn_mask is not None:
+        bias = t.attn_mask
         keep = keep & (bias if bias.dtype == torch.bool else bias != float("-inf"))
     return keep
 
 
-def key_lengths(spec: Spec, Sk: int, device: torch.device) -> Tensor:
+def key_lengths(call: Call) -> Tensor:
     """Number of keys per batch element (B or 1, 1, 1, 1), kv_lens clamped to [0, Sk]."""
-    lens = torch.full((1,), Sk, device=device) if spec.kv_lens is None else spec.kv_lens.long()
+    Sk, lens = call.key.shape[2], call.operands.kv_lens
+    lens = torch.full((1,), Sk, device=call.query.device) if lens is None else lens.long()
     return lens.clamp(0, Sk).view(-1, 1, 1, 1)
 
 
-def modify_scores(products: Tensor, spec: Spec, head_dim: int) -> Tensor:
+def modify_scores(products: Tensor, call: Call) -> Tensor:
     """Convert products q.k (B, Hq, Sq, Sk) to scores, -inf where masked.
 
     Scale, softcap, ALiBi and float mask are applied in this order.
     """
-    B, Hq, Sq, Sk = products.shape
-    s = default_scale(spec, head_dim) * products
-    if spec.softcap > 0:
-        cap = min(max(spec.softcap, 1e-150), 1e150)  # keeps gradients from overflowing
+    _, Hq, Sq, Sk = products.shape
+    s, softcap = call.scale * products, call.options.softcap
+    mask, slopes = call.operands.attn_mask, call.operands.alibi_slopes
+    if softcap > 0:
+        cap = min(max(softcap, 1e-150), 1e150)  # keeps gradients from overflowing
         s = cap * torch.tanh(s / cap)
-    if spec.alibi_slopes is not None:
-        lens = key_lengths(spec, Sk, s.device)
+    if slopes is not None:
         i = torch.arange(Sq, device=s.device).view(Sq, 1)
-        distance = (i + lens - Sq - torch.arange(Sk, device=s.device)).abs()
-        s = s - spec.alibi_slopes.to(s.dtype).view(-1, Hq, 1, 1) * distance
-    if spec.attn_mask is not None and spec.attn_mask.dtype != torch.bool:
-        s = s + spec.attn_mask.to(s.dtype)
-    return s.masked_fill(~keep_mask(spec, B, Hq, Sq, Sk, s.device), float("-inf"))
+        distance = (i + key_lengths(call) - Sq - torch.arange(Sk, device=s.device)).abs()
+        s = s - slopes.to(s.dtype).view(-1, Hq, 1, 1) * distance
+    if mask is not None and mask.dtype != torch.bool:
+        s = s + mask.to(s.dtype)
+    return s.masked_fill(~keep_mask(call), float("-inf"))
 
 
 def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -141,55 +144,56 @@ def apply_weights(p: Tensor, v: Tensor, attended: Tensor) -> Tensor:
     return _Weighted.apply(p.masked_fill(~attended, 0.0), v, attended)
 
 
-def dropout_factor(
-    shape: torch.Size, spec: Spec, device: torch.device, first_batch: int = 0
-) -> Tensor:
+def dropout_factor(call: Call, first_batch: int = 0) -> Tensor:
     """Dropout's factor of each weight (B, Hq, Sq, Sk): 0, or 1 / (1 - p) where kept."""
-    B, Hq, Sq, Sk = shape
-    words = dropout.words_of(spec.dropout_seed, B, Hq, Sq, first_batch).unsqueeze(3)
-    keep = dropout.kept(words, torch.arange(Sk, device=device), spec.dropout_p)
-    return keep.double() / max(1.0 - spec.dropout_p, 2.0**-32)
+    p, seed = call.options.dropout_p, call.operands.dropout_seed
+    words = dropout.words_of(seed, *call.query.shape[:3], first_batch).unsqueeze(3)
+    keep = dropout.kept(words, torch.arange(call.key.shape[2], device=words.device), p)
+    return keep.double() / max(1.0 - p, 2.0**-32)
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0
-) -> tuple[Tensor, Tensor]:
+def dense(call: Call, first_batch: int = 0) -> tuple[Tensor, Tensor]:
     """Differentiable (out, lse) in the dtype of q, k, v, which callers convert to fp64.
 
     `first_batch` is the batch index of the first element in the dropout stream: packed sequences
     have the dropout of the batch that they form.
     """
+    q, k, v = call[:3]
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    keep = keep_mask(spec, *q.shape[:3], k.shape[2], q.device).expand(*q.shape[:3], k.shape[2])
-    s = modify_scores(_Scores.apply(q, k, keep), spec, q.shape[-1])
-    p, lse = weights(s, spec.sinks)
-    if spec.dropout_p > 0:
-        p = p * dropout_factor(p.shape, spec, p.device, first_batch)
+    keep = keep_mask(call).expand(*q.shape[:3], k.shape[2])
+    s = modify_scores(_Scores.apply(q, k, keep), call)
+    p, lse = weights(s, call.operands.sinks)
+    if call.options.dropout_p > 0:
+        p = p * dropout_factor(call, first_batch)
     return apply_weights(p, v, keep), lse
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+def doubled(call: Call) -> Call:
+    """The call with query, key and value in fp64."""
+    return Call(*(t.double() for t in call[:3]), *call[3:])
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out in q's dtype, laid out (B, Sq, Hq, Dv) in memory; lse in fp32 (fp64 for fp64)."""
-    out, lse = dense(q.double(), k.double(), v.double(), spec)
-    return bshd(out.to(q.dtype)), lse.to(lse_dtype(q.dtype))
+    out, lse = dense(doubled(call))
+    return bshd(out.to(call.query.dtype)), lse.to(lse_dtype(call.query.dtype))
 
 
-def varlen(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec, attend=dense
-) -> tuple[Tensor, Tensor]:
+def varlen(call: Call, attend: Callable = dense) -> tuple[Tensor, Tensor]:
     """Packed attention, by one call of `attend` per sequence.
 
     q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv) give out (Tq, Hq, Dv), lse (Hq, Tq).
     """
-    q_ends, k_ends = packing.cu_seqlens_q.tolist(), packing.cu_seqlens_k.tolist()
+    q, k, v = call[:3]
+    q_ends, k_ends = call.operands.cu_seqlens_q.tolist(), call.operands.cu_seqlens_k.tolist()
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"))
     outs, lses = [out[: q_ends[0]]], [lse[:, : q_ends[0]]]
     for b in range(len(q_ends) - 1):
         rows, keys = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
         one = [t.transpose(0, 1).unsqueeze(0) for t in (q[rows], k[keys], v[keys])]
-        o, m = attend(*one, sequence_spec(spec, b), first_batch=b)
+        o, m = attend(call.rows(slice(b, b + 1), *one), first_batch=b)
         outs.append(o.squeeze(0).transpose(0, 1))
         lses.append(m.squeeze(0))
     outs.append(out[q_ends[-1] :])
@@ -197,62 +201,48 @@ def varlen(
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def sequence_spec(spec: Spec, b: int) -> Spec:
-    """The spec of sequence b."""
-    slopes, ranges = spec.alibi_slopes, spec.key_ranges
-    return spec._replace(
-        alibi_slopes=slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes,
-        key_ranges=ranges[b : b + 1] if ranges is not None and ranges.shape[0] > 1 else ranges,
-        kv_lens=None if spec.kv_lens is None else spec.kv_lens[b : b + 1],
-    )
-
-
-def varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def varlen_forward(call: Call) -> tuple[Tensor, Tensor]:
     """Packed out (Tq, Hq, Dv) in q's dtype, and lse (Hq, Tq)."""
-    out, lse = varlen(q.double(), k.double(), v.double(), packing, spec)
-    return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
+    out, lse = varlen(doubled(call))
+    return out.to(call.query.dtype), lse.to(lse_dtype(call.query.dtype))
 
 
-def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, spec: Spec, mask_grad: bool = False,
-) -> Gradients:  # fmt: skip
+def backward(call: Call) -> Gradients:
     """Gradients by autograd through the dense forward; `out` and `lse` are not used."""
-    return _differentiate(dense, grad_out, grad_lse, q, k, v, spec, mask_grad)
+    return _differentiate(dense, call)
 
 
-def varlen_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, packing: Packing, spec: Spec,
-) -> Gradients:  # fmt: skip
+def varlen_backward(call: Call) -> Gradients:
     """Gradients by autograd through the packed forward; `out` and `lse` are not used."""
-    attend = lambda q, k, v, spec: varlen(q, k, v, packing, spec)  # noqa: E731
-    return _differentiate(attend, grad_out, grad_lse, q, k, v, spec, False)
+    return _differentiate(varlen, call)
 
 
-def _differentiate(function, grad_out, grad_lse, q, k, v, spec, mask_grad) -> Gradients:
+def _differentiate(function: Callable, call: Call) -> Gradients:
+    (q, k, v), mask, sinks = call[:3], call.operands.attn_mask, call.operands.sinks
+    grad_out, grad_lse, *_, mask_grad = call.saved
     with torch.enable_grad():
         leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
-        mask = spec.attn_mask.detach().double().requires_grad_() if mask_grad else spec.attn_mask
-        sinks = None if spec.sinks is None else spec.sinks.detach().double().requires_grad_()
-        out, lse = function(*leaves, spec._replace(attn_mask=mask, sinks=sinks))
-        wanted = [*leaves, *([mask] if mask_grad else []), *([sinks] if sinks is not None else [])]
+        optional = {"attn_mask": mask if mask_grad else None, "sinks": sinks}
+        optional = {
+            name: t.detach().double().requires_grad_()
+            for name, t in optional.items()
+            if t is not None
+        }
+        names = dict(zip(("query", "key", "value"), leaves))
+        out, lse = function(call.changed(**names, **optional))
         outputs, seeds = [out], [grad_out.double()]
         if grad_lse is not None:
             outputs.append(lse.masked_fill(lse == float("-inf"), 0.0))
             seeds.append(grad_lse.double())
         if not out.requires_grad:  # a batch of no sequences
             outputs, seeds = [], []
-        grads = torch.autograd.grad(
-            outputs, wanted, seeds, allow_unused=True, materialize_grads=True
+        dq, dk, dv, *rest = torch.autograd.grad(
+            outputs, [*leaves, *optional.values()], seeds, allow_unused=True, materialize_grads=True
         )
-    dq, dk, dv = (torch.empty_like(t).copy_(g) for g, t in zip(grads, (q, k, v)))
-    rest = list(grads[3:])
-    dmask = rest.pop(0).to(spec.attn_mask.dtype) if mask_grad else None
-    dsinks = rest.pop(0).to(spec.sinks.dtype) if sinks is not None else None
-    return Gradients(dq, dk, dv, dmask, dsinks)
+    grads = [torch.empty_like(t).copy_(g) for g, t in zip((dq, dk, dv), (q, k, v))]
+    dmask = rest.pop(0).to(mask.dtype) if mask_grad else None
+    dsinks = None if sinks is None else rest.pop(0).to(sinks.dtype)
+    return Gradients(*grads, dmask, dsinks)
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,21 +258,22 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out.to(outs.dtype), lse.to(lses.dtype)
 
 
-def rotate(x: Tensor, cache: Cache, positions: Tensor) -> Tensor:
+def rotate(x: Tensor, call: Call, positions: Tensor) -> Tensor:
     """x (H, S, D) in fp64 with its first R features rotated by the angles of positions (S,)."""
-    if cache.rotary_cos is None:
+    t, interleaved = call.operands, call.options.rotary_interleaved
+    if t.rotary_cos is None:
         return x
-    cos, sin = (t.double()[positions] for t in (cache.rotary_cos, cache.rotary_sin))
+    cos, sin = (t.double()[positions] for t in (t.rotary_cos, t.rotary_sin))
     R = 2 * cos.shape[1]
-    first = torch.arange(0, R, 2) if cache.rotary_interleaved else torch.arange(R // 2)
-    second = first + (1 if cache.rotary_interleaved else R // 2)
+    first = torch.arange(0, R, 2) if interleaved else torch.arange(R // 2)
+    second = first + (1 if interleaved else R // 2)
     a, b = x[..., first], x[..., second]
     x = x.clone()
     x[..., first], x[..., second] = a * cos - b * sin, a * sin + b * cos
     return x
 
 
-def slots(x: Tensor, cache: Cache, b: int, first: int, last: int) -> tuple[Tensor, tuple]:
+def slots(x: Tensor, table: Tensor | None, b: int, first: int, last: int) -> tuple[Tensor, tuple]:
     """A view of a cache, and the index that selects keys first ... last - 1 of sequence b from it.
 
     The selection is (S, Hkv, D). An fp8 cache is viewed as bytes, because torch cannot index fp8 on
@@ -290,22 +281,24 @@ def slots(x: Tensor, cache: Cache, b: int, first: int, last: int) -> tuple[Tenso
     """
     if x.dtype.itemsize == 1:
         x = x.view(torch.uint8)
-    if cache.page_table is None:
+    if table is None:
         return x.transpose(1, 2), (b, slice(first, last))
     keys = torch.arange(first, last, device=x.device)
-    return x, (cache.page_table[b, keys // x.shape[1]].long(), keys % x.shape[1])
+    return x, (table[b, keys // x.shape[1]].long(), keys % x.shape[1])
 
 
-def scales(scale: Tensor | None, cache: Cache, b: int, keys: range, page_size: int) -> Tensor:
+def scales(
+    scale: Tensor | None, table: Tensor | None, b: int, keys: range, page_size: int
+) -> Tensor:
     """Dequantisation factors of keys of sequence b: fp64, (Hkv or 1, S or 1, 1)."""
     if scale is None:
         return torch.ones(1, 1, 1, dtype=torch.float64)
     if scale.dim() == 2:
         return scale[b].double().view(-1, 1, 1)
     at = torch.tensor(keys, dtype=torch.int64, device=scale.device)
-    if cache.page_table is None:
+    if table is None:
         return scale[b, :, at].double().unsqueeze(-1)
-    pages = cache.page_table[b, at // page_size].long()
+    pages = table[b, at // page_size].long()
     return scale[pages, at % scale.shape[1]].double().t().unsqueeze(-1)
 
 
@@ -318,46 +311,42 @@ def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-top, top).float().to(dtype)
 
 
-def cached(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, attend=dense
-) -> tuple[Tensor, Tensor]:
+def cached(call: Call, attend: Callable = dense) -> tuple[Tensor, Tensor]:
     """Append the new keys and values, if any, then `attend` each sequence separately.
 
     Rotated queries and new keys are rounded to q's dtype; (out, lse) are fp64.
     """
-    new = 0 if cache.key is None else cache.key.shape[2]
+    (q, k, v), t, table = call[:3], call.operands, call.operands.page_table
+    new = 0 if t.new_key is None else t.new_key.shape[2]
     outs, lses = [], []
-    for b, length in enumerate(spec.kv_lens.tolist()):
+    for b, length in enumerate(t.kv_lens.tolist()):
         last = length + new
-        if cache.key is not None:
+        if t.new_key is not None:
             positions = torch.arange(length, last, device=q.device)
-            key = rotate(cache.key[b].double(), cache, positions).to(q.dtype)
-            pairs = ((k, key, cache.k_scale), (v, cache.value[b], cache.v_scale))
-            for memory, x, scale in pairs:
-                factor = scales(scale, cache, b, range(length, last), memory.shape[1])
+            key = rotate(t.new_key[b].double(), call, positions).to(q.dtype)
+            for memory, x, scale in ((k, key, t.k_scale), (v, t.new_value[b], t.v_scale)):
+                factor = scales(scale, table, b, range(length, last), memory.shape[1])
                 x = quantised(x.double(), factor.to(x.device), memory.dtype)
-                view, index = slots(memory, cache, b, length, last)
+                view, index = slots(memory, table, b, length, last)
                 view[index] = x.transpose(0, 1).view(view.dtype)
         positions = torch.arange(last - q.shape[2], last, device=q.device).clamp(min=0)
-        rows = rotate(q[b].double(), cache, positions).to(q.dtype)
+        rows = rotate(q[b].double(), call, positions).to(q.dtype)
         one = [rows.double().unsqueeze(0)]
-        for memory, scale in ((k, cache.k_scale), (v, cache.v_scale)):
-            view, index = slots(memory, cache, b, 0, last)
+        for memory, scale in ((k, t.k_scale), (v, t.v_scale)):
+            view, index = slots(memory, table, b, 0, last)
             x = view[index].view(memory.dtype).transpose(0, 1).double()
-            factor = scales(scale, cache, b, range(last), memory.shape[1])
+            factor = scales(scale, table, b, range(last), memory.shape[1])
             one.append((x * factor.to(x.device)).unsqueeze(0))
-        o, m = attend(*one, sequence_spec(spec, b)._replace(kv_lens=None))
+        o, m = attend(call.rows(slice(b, b + 1), *one).changed(kv_lens=None))
         outs.append(o)
         lses.append(m)
     return torch.cat(outs), torch.cat(lses)
 
 
-def cache_forward(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def cache_forward(call: Call) -> tuple[Tensor, Tensor]:
     """Append the new keys and values, if any, then attend: out in q's dtype, and lse."""
-    out, lse = cached(q, k, v, cache, spec)
-    return bshd(out.to(q.dtype)), lse.to(lse_dtype(q.dtype))
+    out, lse = cached(call)
+    return bshd(out.to(call.query.dtype)), lse.to(lse_dtype(call.query.dtype))
 
 
 def rounded_weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -385,31 +374,27 @@ def rounded_weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return w / total, lse
 
 
-def quantized(
-    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def quantized(call: Call) -> tuple[Tensor, Tensor]:
     """Attention with 8-bit products: out and lse in fp64, of 16-bit or of e4m3 tensors."""
-    eight = quantization.quantised(q, k, v, how, spec, torch.float64)
-    group = q.shape[1] // k.shape[1]
+    eight, sinks = quantization.quantised(call, torch.float64), call.operands.sinks
+    group = call.query.shape[1] // call.key.shape[1]
     k, v = eight.key * eight.k_scale, eight.value * eight.v_scale
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     products = (eight.query * eight.q_scale) @ k.transpose(-1, -2)
-    s = modify_scores(products, spec, q.shape[-1])
-    sinks = None if spec.sinks is None else spec.sinks.double().view(1, -1, 1, 1)
-    if sinks is not None and eight.offset is not None:
-        sinks = sinks - eight.offset
+    s = modify_scores(products, call)
+    if sinks is not None:
+        sinks = sinks.double().view(1, -1, 1, 1)
+        sinks = sinks if eight.offset is None else sinks - eight.offset
     p, lse = rounded_weights(s, sinks)
     if eight.offset is not None:
         lse = lse + eight.offset
     return apply_weights(p, v, s > float("-inf")), lse.squeeze(-1)
 
 
-def quantized_forward(
-    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def quantized_forward(call: Call) -> tuple[Tensor, Tensor]:
     """out in q's dtype, bfloat16 for e4m3, laid out (B, Sq, Hq, Dv) in memory; lse in fp32."""
-    out, lse = quantized(q, k, v, how, spec)
-    return bshd(out.to(torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)), lse.float()
+    (out, lse), dtype = quantized(call), call.query.dtype
+    return bshd(out.to(torch.bfloat16 if dtype.itemsize == 1 else dtype)), lse.float()
 
 
 def bshd(out: Tensor) -> Tensor:
@@ -420,11 +405,6 @@ def bshd(out: Tensor) -> Tensor:
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of lse for inputs of `dtype`: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
-    """Return None: every call is supported."""
-    return None
 
 
 def supports(call: Call) -> str | None:

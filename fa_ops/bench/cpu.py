@@ -24,7 +24,7 @@ import fa_ops
 from fa_ops.bench.options import Only, matching
 from fa_ops.bench.report import environment
 from fa_ops.bench.timing import peak_memory
-from fa_ops.call.options import Spec
+from fa_ops.call.call import attention_call
 from fa_ops.testing import naive
 
 B, H, D = 1, 8, 64
@@ -103,7 +103,9 @@ def contenders(S: int) -> dict[str, _Contender]:
     for dtype in (torch.bfloat16, torch.float16):
         half = (draw(dtype=dtype) for _ in range(3))
         contenders[f"causal, {str(dtype).removeprefix('torch.')}"] = _Contender(causal, *half)
-    contenders["naive"] = _Contender(lambda *qkv: naive(*qkv, Spec(is_causal=True))[0], q, k, v)
+    contenders["naive"] = _Contender(
+        lambda *qkv: naive(attention_call(*qkv, is_causal=True))[0], q, k, v
+    )
     return contenders
 
 

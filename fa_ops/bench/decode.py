@@ -26,7 +26,7 @@ from fa_ops.backends import reference
 from fa_ops.bench import host, options, report, timing
 from fa_ops.bench.peers import DECODE_PEERS, Call, Implementation, decoders, failure
 from fa_ops.bench.problems import DECODE_PRESETS, DecodeData, DecodeProblem
-from fa_ops.call.options import Spec
+from fa_ops.call.call import attention_call
 
 ROUNDS = 5
 GRAPH_BYTES = 4e9  # calls are added to a graph until it reads this much
@@ -51,7 +51,8 @@ def _oracle(p: DecodeProblem, data: DecodeData, k: Tensor, v: Tensor) -> Tensor:
         )
         k, v = (x * factor for x, factor in zip((k, v), factors))
     q = data.q[-1:, -(p.Hq // p.Hkv) :].double()
-    return reference.dense(q, k, v[..., : p.Dv or p.D], Spec(is_causal=p.queries > 1))[0]
+    values = v[..., : p.Dv or p.D]
+    return reference.dense(attention_call(q, k, values, is_causal=p.queries > 1))[0]
 
 
 class CapturedCalls(NamedTuple):

@@ -24,7 +24,7 @@ from fa_ops.bench.options import Device, Json, Only
 from fa_ops.bench.peers import Implementation, failure
 from fa_ops.bench.problems import Problem
 from fa_ops.bench.timing import Run, Time, device_times, peak_memory
-from fa_ops.call.options import Spec
+from fa_ops.call.call import attention_call
 from fa_ops.testing import assert_within_budget, naive
 
 _GRIDS = problems.PRESETS | problems.BIASED
@@ -171,7 +171,8 @@ class Checker:
         bias = self.problem.bias(device)
         if bias is not None:
             bias = self._slice(bias, self.problem.Hq).to(dtype)
-        out, _ = function(*leaves, Spec(bias, is_causal=self.problem.causal))
+        call = attention_call(*leaves, attn_mask=bias, is_causal=self.problem.causal)
+        out, _ = function(call)
         if not self.backward:
             return [out]
         return [out, *torch.autograd.grad(out, leaves, grad_out(out).to(dtype))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -199,6 +200,42 @@ class Call(NamedTuple):
             )
         )
 
+    def changed(self, **arguments: Any) -> Call:
+        """The call with other tensors, operands, options or `saved`, by name."""
+        operands = {n: arguments.pop(n) for n in Operands._fields if n in arguments}
+        options = {n: arguments[n] for n in Options._fields if n in arguments}
+        fields = {n: t for n, t in arguments.items() if n not in options}
+        if "backend" in options:
+            fields["backend"] = options["backend"] or "auto"
+        if operands:
+            changed = self.operands._replace(**operands)
+            given = any(t is not None for t in changed)
+            fields["operands"] = changed if given else NO_OPERANDS
+        if options:
+            fields["options"] = self.options._replace(**options)
+        return self._replace(**fields)
+
+    def rows(
+        self, some: slice, query: Tensor, key: Tensor, value: Tensor, saved: Saved | None = None
+    ) -> Call:
+        """The dense call of some rows of the batch, or of packed sequences, with these tensors."""
+        t = self.operands
+        slopes, ranges, lens = t.alibi_slopes, t.key_ranges, t.kv_lens
+        operands = Operands(
+            t.attn_mask, slopes[some] if slopes is not None and slopes.dim() == 2 else slopes,
+            t.sinks, None if lens is None else lens[some],
+            ranges[some] if ranges is not None and ranges.shape[0] > 1 else ranges,
+            t.dropout_seed, t.mask_blocks,
+        )  # fmt: skip
+        options = self.options._replace(packed=False, over_cache=False)
+        return Call(query, key, value, operands, options, saved, self.backend)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the products: the option, or 1 / sqrt(D); any, without features."""
+        scale = self.options.scale
+        return max(self.query.shape[-1], 1) ** -0.5 if scale is None else scale
+
     # Arguments of backends' functions, which take those of a call that they need in groups.
 
     @property
@@ -347,45 +384,44 @@ def append_then_attend(writer: Plan, attend: Plan, name: str = "") -> Plan:
 _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-def general(kernel: str, function: Callable) -> Plan:
-    """The plan that calls a backend's function of all arguments.
+def general(kernel: str, function: Callable[[Call], Any]) -> Plan:
+    """The plan that calls a backend's function of the call.
 
-    Forward functions are `function(query, key, value, *call.arguments) -> (out, lse)`, backward
-    ones `function(grad_out, grad_lse, query, key, value, out, lse, *call.arguments, [mask_grad])`.
+    Of a forward call it returns (out, lse), of a backward pass Gradients.
     """
 
     def prepare(call: Call) -> Run:
-        options, mask_grad = call.without_tensors(), ()
-        plain = options.arguments  # of calls without operands
-
-        def arguments(operands: Operands) -> tuple:
-            return (
-                plain if operands is NO_OPERANDS else options._replace(operands=operands).arguments
-            )
-
+        options, backend = call.options, call.backend
         if call.saved is not None:
-            mask_grad = (True,) if call.saved.mask_grad else ()
-            return lambda grad_out, grad_lse, q, k, v, out, lse, operands: function(
-                *_dense_rows(grad_out, grad_lse, q, k, v, out, lse),
-                *arguments(operands),
-                *mask_grad,
-            )
+            mask_grad = call.saved.mask_grad
+
+            def run_backward(grad_out, grad_lse, q, k, v, out, lse, operands):
+                # a sum's gradient has strides of 0
+                grad_out, out = rows_contiguous(grad_out), rows_contiguous(out)
+                grad_lse = None if grad_lse is None else grad_lse.contiguous()
+                saved = Saved(grad_out, grad_lse, out, lse.contiguous(), mask_grad)
+                return function(Call(q, k, v, operands, options, saved, backend))
+
+            return run_backward
 
         def run(q, k, v, operands, with_lse=True):
             # views of what a function allocates are no views to its caller
             with _below_autograd():
-                return function(q, k, v, *arguments(operands))
+                return function(_new_call((q, k, v, operands, options, None, backend)))
 
         return run
 
     return Plan(kernel, prepare)
 
 
+_new_call = functools.partial(tuple.__new__, Call)  # faster than the class's constructor
+
+
 def general_plan(
     call: Call, forward: Callable, backward: Callable, varlen_forward: Callable,
     varlen_backward: Callable, cache_forward: Callable,
 ) -> Plan:  # fmt: skip
-    """The plan of a backend that has one function for each group of arguments."""
+    """The plan of a backend that has one function for each kind of call."""
     if call.is_cached:
         return general("cache", cache_forward)
     if call.is_backward:
@@ -393,10 +429,18 @@ def general_plan(
     return general("forward", varlen_forward if call.is_packed else forward)
 
 
-def _dense_rows(grad_out, grad_lse, q, k, v, out, lse) -> tuple[Tensor | None, ...]:
-    """With rows of grad_out and out contiguous; a sum's gradient has strides of 0."""
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    return rows_contiguous(grad_out), grad_lse, q, k, v, rows_contiguous(out), lse.contiguous()
+def general_of_groups(kernel: str, function: Callable) -> Plan:
+    """`general` for a function of groups of arguments."""
+
+    def run(call: Call) -> Any:
+        tensors = call.query, call.key, call.value
+        if call.saved is None:
+            return function(*tensors, *call.arguments)
+        grad_out, grad_lse, out, lse, mask_grad = call.saved
+        more = (True,) if mask_grad else ()
+        return function(grad_out, grad_lse, *tensors, out, lse, *call.arguments, *more)
+
+    return general(kernel, run)
 
 
 def rows_contiguous(t: Tensor) -> Tensor:

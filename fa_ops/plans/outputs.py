@@ -7,15 +7,7 @@ from torch import Tensor
 
 from fa_ops.call.call import Call, Plan, Run, general
 from fa_ops.call.checks import FP8, lse_dtype
-from fa_ops.call.options import (
-    Cache,
-    Gradients,
-    Operands,
-    Packing,
-    Quantization,
-    Spec,
-    mask_blocks_shape,
-)
+from fa_ops.call.options import Gradients, Operands, mask_blocks_shape
 
 
 def dense_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,9 +27,9 @@ def packed_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def plan(call: Call) -> Plan:
     """The plan of an empty call: zeros, and of lse what a row without keys has."""
-    if call.is_packed:
-        return general("empty", _packed if call.saved is None else _packed_gradients)
-    return general("empty", _dense if call.saved is None else _dense_gradients)
+    if call.is_backward:
+        return general("empty", _gradients)
+    return general("empty", _packed if call.is_packed else _dense)
 
 
 def merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,52 +47,40 @@ def no_blocks(mask: Tensor) -> Tensor:
     return torch.zeros(mask_blocks_shape(mask), dtype=torch.int32, device=mask.device)
 
 
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, *options: Cache | Quantization | Spec
-) -> tuple[Tensor, Tensor]:
-    sinks = options[-1].sinks
-    out, lse = dense_outputs(q, v)
+def _dense(call: Call) -> tuple[Tensor, Tensor]:
+    sinks = call.operands.sinks
+    out, lse = dense_outputs(call.query, call.value)
     lse.copy_(float("-inf") if sinks is None else sinks.view(-1, 1))
     return out.zero_(), lse
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
-    out, lse = packed_outputs(q, v)
+def _packed(call: Call) -> tuple[Tensor, Tensor]:
+    sinks = call.operands.sinks
+    out, lse = packed_outputs(call.query, call.value)
     lse.fill_(float("-inf"))
-    if spec.sinks is not None:
-        torch.where(_in_a_sequence(q, packing), spec.sinks.view(-1, 1).to(lse), lse, out=lse)
+    if sinks is not None:
+        torch.where(_in_a_sequence(call), sinks.view(-1, 1).to(lse), lse, out=lse)
     return out.zero_(), lse
 
 
-def _in_a_sequence(q: Tensor, packing: Packing) -> Tensor:
+def _in_a_sequence(call: Call) -> Tensor:
     """Bool (Tq,): which query tokens belong to any sequence."""
-    cu_seqlens = packing.cu_seqlens_q
-    token = torch.arange(q.shape[0], device=q.device)
+    cu_seqlens = call.operands.cu_seqlens_q
+    token = torch.arange(call.query.shape[0], device=cu_seqlens.device)
     return (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
 
 
-def _dense_gradients(
-    grad_out, grad_lse, q, k, v, out, lse, spec: Spec, mask_grad: bool = False
-) -> Gradients:
-    """Without keys lse is the sink itself, so its gradient is all there is."""
-    dmask = torch.zeros_like(spec.attn_mask) if mask_grad else None
-    dsinks = None
-    if spec.sinks is not None:
-        zero = torch.zeros_like(spec.sinks)
-        dsinks = zero if grad_lse is None else grad_lse.sum((0, 2)).to(spec.sinks.dtype)
-    return Gradients(*(torch.zeros_like(t) for t in (q, k, v)), dmask, dsinks)
-
-
-def _packed_gradients(
-    grad_out, grad_lse, q, k, v, out, lse, packing: Packing, spec: Spec
-) -> Gradients:
-    """Without keys the lse of a token in a sequence is the sink itself."""
-    dsinks = None
-    if spec.sinks is not None:
-        dsinks = torch.zeros_like(spec.sinks)
-        if grad_lse is not None:
-            dsinks += (grad_lse * _in_a_sequence(q, packing)).sum(1).to(dsinks)
-    return Gradients(*(torch.zeros_like(t) for t in (q, k, v)), None, dsinks)
+def _gradients(call: Call) -> Gradients:
+    """Without keys the lse of a row, or of a token in a sequence, is the sink itself."""
+    mask, sinks, grad_lse = call.operands.attn_mask, call.operands.sinks, call.saved.grad_lse
+    dmask = torch.zeros_like(mask) if call.saved.mask_grad else None
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    if dsinks is not None and grad_lse is not None:
+        if call.is_packed:
+            dsinks += (grad_lse * _in_a_sequence(call)).sum(1).to(dsinks)
+        else:
+            dsinks = grad_lse.sum((0, 2)).to(sinks.dtype)
+    return Gradients(*(torch.zeros_like(t) for t in call[:3]), dmask, dsinks)
 
 
 _FEATURES = 16  # in place of none at all, neither of keys nor of values

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
-from fa_ops.call.options import Spec, default_scale, keywords
+from fa_ops.call.call import Call
+from fa_ops.call.options import Spec, keywords
 from fa_ops.testing.allocators import Arena
 from fa_ops.testing.inputs import Case, PackedCase
 from fa_ops.testing.nan_isolation import Poison, Ties
@@ -24,25 +25,23 @@ FEW = 256  # numbers in a result whose errors may all be small by chance
 FLOOR_FP64 = 1e-11
 
 
-def naive(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0
-) -> tuple[Tensor, Tensor]:
+def naive(call: Call, first_batch: int = 0) -> tuple[Tensor, Tensor]:
     """Attention written by hand: matmuls in the input dtype, softmax in fp32. Differentiable."""
-    wide = reference.lse_dtype(q.dtype)
-    return _attend(q, k, v, spec, first_batch, lambda s: s.to(wide), lambda p: p.to(q.dtype))
+    narrow, wide = call.query.dtype, reference.lse_dtype(call.query.dtype)
+    return _attend(call, first_batch, lambda s: s.to(wide), lambda p: p.to(narrow))
 
 
-def _attend(q, k, v, spec: Spec, first_batch: int, products, weights) -> tuple[Tensor, Tensor]:
+def _attend(call: Call, first_batch: int, products, weights) -> tuple[Tensor, Tensor]:
     """Attention with functions applied to q @ k^T (`products`) and to the weights (`weights`)."""
+    (q, k, v), softcap = call[:3], call.options.softcap
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    if spec.softcap > 0 and q.dtype != torch.float64:  # keep it within float32's range
-        spec = spec._replace(softcap=min(max(spec.softcap, 1e-30), 1e30))
-    s = reference.modify_scores(products(q @ k.transpose(-1, -2)), spec, q.shape[-1])
-    p, lse = reference.weights(s, spec.sinks)
-    if spec.dropout_p > 0:
-        factor = reference.dropout_factor(p.shape, spec, p.device, first_batch)
-        p = p * factor.to(p.dtype)
+    if softcap > 0 and q.dtype != torch.float64:  # keep it within float32's range
+        call = call.changed(softcap=min(max(softcap, 1e-30), 1e30))
+    s = reference.modify_scores(products(q @ k.transpose(-1, -2)), call)
+    p, lse = reference.weights(s, call.operands.sinks)
+    if call.options.dropout_p > 0:
+        p = p * reference.dropout_factor(call, first_batch).to(p.dtype)
     return reference.apply_weights(weights(p), v, s > float("-inf")), lse
 
 
@@ -79,23 +78,19 @@ class _RoundedGradients(torch.autograd.Function):
         return (grad / ctx.unit).to(ctx.dtype).to(grad.dtype) * ctx.unit, None, None
 
 
-def flash(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0, *, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def flash(call: Call, first_batch: int = 0, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Attention with only the roundings that every flash kernel of `dtype` has. Differentiable."""
-    scale = default_scale(spec, q.shape[-1]) or 1.0  # gradients are rounded before scaling
+    scale = call.scale or 1.0  # gradients are rounded before scaling
     return _attend(
-        q, k, v, spec, first_batch,
+        call, first_batch,
         lambda s: _RoundedGradients.apply(s, dtype, scale),
         lambda p: _RoundedWeights.apply(p, dtype),
     )  # fmt: skip
 
 
-def _squared(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0
-) -> tuple[Tensor, Tensor]:
+def _squared(call: Call, first_batch: int = 0) -> tuple[Tensor, Tensor]:
     """Attention with the squares of the weights."""
-    return _attend(q, k, v, spec, first_batch, lambda s: s, torch.square)
+    return _attend(call, first_batch, lambda s: s, torch.square)
 
 
 def assert_within_budget(
@@ -304,8 +299,8 @@ class _Solution:
             "flash": functools.partial(flash, dtype=self.features.dtype),
         }.get(self.kind, naive)
         if packing:
-            return reference.varlen(q, k, v, *packing, spec, attend)
-        return attend(q, k, v, spec)
+            return reference.varlen(Call.of(q, k, v, spec, *packing), attend)
+        return attend(Call.of(q, k, v, spec))
 
     def _gradients(
         self, leaves: dict, grad_out: Tensor, grad_lse: Tensor, exact_out: Tensor | None

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
-from fa_ops.call.options import Cache, Spec, default_scale, with_appended_lens
+from fa_ops.call.call import Call
+from fa_ops.call.options import Cache, Spec, default_scale
 from fa_ops.testing.allocators import Arena
 from fa_ops.testing.budget import assert_within_budget, naive
 from fa_ops.testing.inputs import (
@@ -235,7 +236,7 @@ def assert_cache_close(
         k2, v2 = with_spare_page(k2, v2, cache2)
         attend = attend_present(present, attend)
         attend_naive = attend_present(present, attend_naive)
-    expected = reference.cached(q2, k2, v2, cache2, spec2, attend)
+    expected = reference.cached(Call.of(q2, k2, v2, spec2, cache=cache2), attend)
     poison = None
     if case.poison:
         poison = CachePoison(case, q2, k2, v2, cache2, spec2)
@@ -256,9 +257,9 @@ def assert_cache_close(
         x, y = x.float(), y[: len(x)].float()
         near = (x - y).abs() <= rounding * (y.abs() + 0.5) if case.rotary else x == y
         assert bool((near | (x.isnan() & y.isnan())).all()), f"{case}: {name} after the call"
-    baseline = reference.cached(
-        q2, k2, v2, cache2._replace(key=None), with_appended_lens(spec2, cache2), attend_naive
-    )
+    rotation = {name: getattr(cache2, name) for name in ("rotary_cos", "rotary_sin")}
+    appended = Call.of(q2, k2, v2, spec2, cache=cache2).without_new()
+    baseline = reference.cached(appended.changed(**rotation), attend_naive)
     noise = max(rounding * 2 if case.rotary else 0.0, _noise_of_scales(case, spec2, cache2))
     # an error of a score is one of the output in units of values
     largest = cache2.v_scale.nan_to_num().max().item() if case.fp8 else 1.0
@@ -270,7 +271,7 @@ def assert_cache_close(
 
 
 def _naive_in(dtype: torch.dtype) -> Callable:
-    return lambda q, k, v, spec: naive(q.to(dtype), k.to(dtype), v.to(dtype), spec)
+    return lambda call: naive(Call(*(t.to(dtype) for t in call[:3]), *call[3:]))
 
 
 def _placed(arena: Arena, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, shared: bool):
@@ -364,13 +365,15 @@ def valid_call(k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Cache, S
 def _rotated(key: Tensor, cache: Cache, position: int) -> Tensor:
     """A key (H, 1, D), rotated by the last angles if there are none for its position."""
     last = 0 if cache.rotary_cos is None else len(cache.rotary_cos) - 1
-    return reference.rotate(key, cache, torch.tensor([min(position, last)]))
+    return reference.rotate(
+        key, Call.of(None, None, None, cache=cache), torch.tensor([min(position, last)])
+    )
 
 
 def _write(memory: Tensor, new: Tensor, scale: Tensor | None, cache: Cache, b: int, at: int):
-    factor = reference.scales(scale, cache, b, range(at, at + 1), memory.shape[1])
+    factor = reference.scales(scale, cache.page_table, b, range(at, at + 1), memory.shape[1])
     x = reference.quantised(new.double(), factor.to(new.device), memory.dtype)
-    view, index = reference.slots(memory, cache, b, at, at + 1)
+    view, index = reference.slots(memory, cache.page_table, b, at, at + 1)
     view[index] = x.transpose(0, 1).view(view.dtype)
 
 
@@ -391,6 +394,4 @@ def _with_spare_scale(scale: Tensor | None) -> Tensor | None:
 def attend_present(present: Sequence[Tensor], attend: Callable) -> Callable:
     """Wrap `attend`, which `reference.cached` calls once a row, to mask out missing keys."""
     rows = iter(present)
-    return lambda q, k, v, spec: attend(
-        q, k, v, spec._replace(attn_mask=next(rows).view(1, 1, 1, -1))
-    )
+    return lambda call: attend(call.changed(attn_mask=next(rows).view(1, 1, 1, -1)))

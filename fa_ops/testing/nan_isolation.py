@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
-from fa_ops.call.options import Cache, Packing, Spec, with_appended_lens
+from fa_ops.call.call import Call
+from fa_ops.call.options import Cache, Packing, Spec
 from fa_ops.testing.inputs import Case, PackedCase
 
 NUMBERS = ("nan", "inf", "-inf")
@@ -18,19 +19,21 @@ LARGE_SCORE = 2.0**16  # beyond it a float32 lse cannot represent the logarithm 
 def scores_of(packing: Packing | None, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
     """Scores in fp64, (B, Hq, Sq, Sk), -inf where masked; a packed batch is one sequence."""
 
-    def attend(q, k, v, spec):
-        k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
-        return reference.modify_scores(q.double() @ k.transpose(-1, -2), spec, q.shape[-1])
-
     if packing is None:
-        return attend(q, k, v, spec)
+        return _dense_scores(Call.of(q, k, v, spec))
     scores = q.new_full((1, q.shape[1], len(q), len(k)), float("-inf"), dtype=torch.float64)
     ends_q, ends_k = (ends.tolist() for ends in packing[:2])
     for b in range(len(ends_q) - 1):
         rows, keys = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
         one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
-        scores[:, :, rows, keys] = attend(*one, reference.sequence_spec(spec, b))
+        scores[:, :, rows, keys] = _dense_scores(Call.of(q, k, v, spec).rows(slice(b, b + 1), *one))
     return scores
+
+
+def _dense_scores(call: Call) -> Tensor:
+    q, k = call.query.double(), call.key.double()
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return reference.modify_scores(q @ k.transpose(-1, -2), call)
 
 
 class Poison:
@@ -180,14 +183,15 @@ class CachePoison(Poison):
         self.number, self.random = float(number), torch.Generator().manual_seed(case.seed + 3)
         self.attends, self.visible = [], []
 
-        def attend(q, k, v, spec):
-            k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
-            scores = reference.modify_scores(q @ k.transpose(-1, -2), spec, q.shape[-1])
+        def attend(call):
+            scores, sinks = _dense_scores(call), call.operands.sinks
             self.attends.append(scores[0] > float("-inf"))
-            self.visible.append(reference.weights(scores, spec.sinks)[0][0] > MIN_VISIBLE_WEIGHT)
-            return q, q[..., 0]
+            self.visible.append(reference.weights(scores, sinks)[0][0] > MIN_VISIBLE_WEIGHT)
+            return call.query, call.query[..., 0]
 
-        reference.cached(q, k, v, cache._replace(key=None), with_appended_lens(spec, cache), attend)
+        call = Call.of(q, k, v, spec, cache=cache)
+        rotation = {name: getattr(cache, name) for name in ("rotary_cos", "rotary_sin")}
+        reference.cached(call.without_new().changed(**rotation), attend)
         self.rows = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
         self.must_show = torch.zeros_like(self.rows)
 
@@ -206,7 +210,7 @@ class CachePoison(Poison):
         j, h = self._draw(keys), self._draw(k.shape[1 if cache.page_table is None else 2])
         memory = k if self.operand == "key" else v
         number = torch.tensor(self.number, device=k.device).to(memory.dtype)
-        view, index = reference.slots(memory, cache, b, j, j + 1)
+        view, index = reference.slots(memory, cache.page_table, b, j, j + 1)
         row = view[index]
         row[:, h, self._draw(min(k.shape[3], v.shape[3]))] = number.view(view.dtype)
         view[index] = row

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import quantization, reference
+from fa_ops.call.call import Call
 from fa_ops.call.options import SCALE_BLOCK, Quantization, Spec, default_scale
 from fa_ops.testing.allocators import Arena
 from fa_ops.testing.inputs import Case, short_repr
@@ -133,10 +134,10 @@ def random_quantized_case(
 def exact(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> tuple[Tensor, Tensor]:
     """out and lse in fp64 of what the 8-bit numbers stand for, with exact weights."""
     if how.q_scale is not None:
-        eight = quantization.quantised(q, k, v, how, spec, torch.float64)
+        eight = quantization.quantised(Call.of(q, k, v, spec, quantization=how), torch.float64)
         q, k = eight.query * eight.q_scale, eight.key * eight.k_scale
         v = eight.value * eight.v_scale
-    return reference.dense(q.double(), k.double(), v.double(), spec)
+    return reference.dense(Call.of(q.double(), k.double(), v.double(), spec))
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -178,7 +179,7 @@ def _call(
     if case.page is None:
         return call(q, k, v, how, spec)
     out, lse, there = packed_call(q, k, v, how, spec, case.page, case.case.seed)
-    wanted, wanted_lse = reference.quantized(q, k, v, how, spec)
+    wanted, wanted_lse = reference.quantized(Call.of(q, k, v, spec, quantization=how))
     out = out.where(there.unsqueeze(-1), wanted.to(out.dtype))
     return out, lse.where(there, wanted_lse.to(lse.dtype))
 
@@ -186,7 +187,7 @@ def _call(
 def assert_quantized_close(out: Tensor, lse: Tensor, case: QuantizedCase) -> None:
     """Raise AssertionError unless out and lse are those of the oracle but for rare steps."""
     q, k, v, how, spec = case.fresh()
-    wanted, wanted_lse = reference.quantized(q, k, v, how, spec)
+    wanted, wanted_lse = reference.quantized(Call.of(q, k, v, spec, quantization=how))
     true, true_lse = exact(q, k, v, how, spec)
     eps, smallest = torch.finfo(out.dtype).eps, torch.finfo(out.dtype).tiny
     tiny = max(smallest * eps, 1e-30)
@@ -205,7 +206,7 @@ def _error_of_products(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec:
     """A limit of the error of scores that are sums of products of e4m3 numbers on a GPU."""
     if torch.float8_e4m3fn not in (q.dtype, how.qk_dtype):
         return 0.0
-    eight = quantization.quantised(q, k, v, how, spec, torch.float64)
+    eight = quantization.quantised(Call.of(q, k, v, spec, quantization=how), torch.float64)
     q, k = (eight.query * eight.q_scale).abs(), (eight.key * eight.k_scale).abs()
     sums = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
     return ALIGNMENT * abs(default_scale(spec, q.shape[3])) * _rms(sums)

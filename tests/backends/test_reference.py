@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fa_ops.backends import dropout, reference
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Spec
 from fa_ops.testing import PackedCase, make_case
 
@@ -77,7 +78,7 @@ def literal_hash(seed: int, batch_head: int, i: int, j: int) -> int:
 def test_results_are_those_of_the_formula_in_loops(name):
     case = CASES[name]
     q, k, v, spec = case.fresh()
-    out, lse = reference.dense(q, k, v, spec)
+    out, lse = reference.dense(Call.of(q, k, v, spec))
     ql, kl, vl = q.tolist(), k.tolist(), v.tolist()
     for b in range(case.B):
         for h in range(case.Hq):
@@ -111,7 +112,7 @@ def test_gradients(name):
         extra.append(mask.requires_grad_())
 
     def call(q, k, v, *extra):
-        out, lse = reference.dense(q, k, v, spec)
+        out, lse = reference.dense(Call.of(q, k, v, spec))
         return out, lse.masked_fill(lse == -math.inf, 0.0)
 
     assert torch.autograd.gradcheck(call, (q, k, v, *extra))
@@ -125,7 +126,7 @@ def test_packed_sequences_are_dense_ones(margin, sinks):
     )
     case = PackedCase((3, 0, 5, 2), (4, 2, 0, 7), margin, features)
     q, k, v, spec = case.fresh()
-    out, lse = reference.varlen_forward(q, k, v, case.packing(), spec)
+    out, lse = reference.varlen_forward(Call.of(q, k, v, spec, packing=case.packing()))
     starts_q, starts_k = (ends.tolist() for ends in case.packing()[:2])
     covered = torch.zeros(len(q), dtype=torch.bool)
     for b, (Sq, Sk) in enumerate(zip(case.lengths_q, case.lengths_k)):
@@ -138,8 +139,8 @@ def test_packed_sequences_are_dense_ones(margin, sinks):
             continue
         keys = slice(starts_k[b], starts_k[b] + Sk)
         one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
-        alone = reference.sequence_spec(spec, b)
-        o, m = reference.dense(*one, alone, first_batch=b)
+        alone = Call.of(*one, spec).rows(slice(b, b + 1), *one)
+        o, m = reference.dense(alone, first_batch=b)
         torch.testing.assert_close(out[rows], o[0].transpose(0, 1))
         torch.testing.assert_close(lse[:, rows], m[0])
     assert (out[~covered] == 0).all() and (lse[:, ~covered] == -math.inf).all()
@@ -151,22 +152,27 @@ def test_lengths_outside_the_keys_are_clamped():
     wrong = spec._replace(kv_lens=torch.tensor([-5, case.Sk + 9], dtype=torch.int32))
     right = spec._replace(kv_lens=torch.tensor([0, case.Sk], dtype=torch.int32))
     torch.testing.assert_close(
-        reference.dense(q, k, v, wrong), reference.dense(q, k, v, right), rtol=0, atol=0
+        reference.dense(Call.of(q, k, v, wrong)),
+        reference.dense(Call.of(q, k, v, right)),
+        rtol=0,
+        atol=0,
     )
 
 
 def test_the_widest_window_leaves_nothing_out():
     q, k, v, spec = make_case(dtype=torch.float64).fresh()
     wide = spec._replace(window_left=2**63 - 1, window_right=2**63 - 1)
-    torch.testing.assert_close(reference.dense(q, k, v, wide), reference.dense(q, k, v, spec))
+    torch.testing.assert_close(
+        reference.dense(Call.of(q, k, v, wide)), reference.dense(Call.of(q, k, v, spec))
+    )
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_bad_value_reaches_only_the_rows_that_attend_it(poison):
     q, k, v, spec = make_case(is_causal=True, Sq=20, Sk=20).fresh()
-    clean, _ = reference.dense(q, k, v, spec)
+    clean, _ = reference.dense(Call.of(q, k, v, spec))
     v[0, 1, 7, 3] = poison
-    out, _ = reference.dense(q, k, v, spec)
+    out, _ = reference.dense(Call.of(q, k, v, spec))
     touched = torch.zeros_like(out, dtype=torch.bool)
     touched[0, 2:, 7:, 3] = True  # the two query heads of kv head 1
     assert torch.isnan(out[touched]).all()
@@ -178,18 +184,23 @@ def test_backward_is_autograd():
         dtype=torch.float64, mask="float", mask_shape=(0, 1, 0, 1), mask_grad=True, sinks=True
     )
     q, k, v, spec = case.fresh(requires_grad=True)
-    out, lse = reference.dense(q, k, v, spec)
+    out, lse = reference.dense(Call.of(q, k, v, spec))
     grad_out, grad_lse = case.grad_outputs(out, lse)
     wanted = (q, k, v, spec.attn_mask, spec.sinks)
     expected = torch.autograd.grad([out, lse], wanted, [grad_out, grad_lse])
-    actual = reference.backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad=True)
+    actual = reference.backward(
+        Call.of(q, k, v, spec, saved=Saved(grad_out, grad_lse, out, lse, True))
+    )
     torch.testing.assert_close(tuple(actual), expected)
 
 
 def test_merge_states_of_disjoint_keys():
     q, k, v, spec = make_case(dtype=torch.float64, Sk=30).fresh()
-    whole = reference.dense(q, k, v, spec)
-    parts = [reference.dense(q, k[:, :, c], v[:, :, c], spec) for c in (slice(0, 9), slice(9, 30))]
+    whole = reference.dense(Call.of(q, k, v, spec))
+    parts = [
+        reference.dense(Call.of(q, k[:, :, c], v[:, :, c], spec))
+        for c in (slice(0, 9), slice(9, 30))
+    ]
     nothing = torch.zeros_like(whole[0]), torch.full_like(whole[1], -math.inf)
     outs, lses = (torch.stack(x) for x in zip(*parts, nothing))
     torch.testing.assert_close(reference.merge_states(outs, lses), whole)

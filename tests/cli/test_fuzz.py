@@ -45,9 +45,9 @@ def test_cases_of_each_feature_are_counted(tmp_path):
 def with_planted_bug(forward):
     """`forward` with a wrong last row, in calls with sinks only."""
 
-    def wrong(q, k, v, spec):
-        out, lse = forward(q, k, v, spec)
-        if spec.sinks is not None:
+    def wrong(call):
+        out, lse = forward(call)
+        if call.operands.sinks is not None:
             out[..., -1:, :] += 0.5
         return out, lse
 

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import fa_ops
 from fa_ops.backends import dropout, reference
+from fa_ops.call.call import Call
 from fa_ops.call.options import Packing, Spec
 from fa_ops.distributed import balanced_layout, context_parallel_attention, shard, unshard
+from fa_ops.ops import dense
 from fa_ops.testing.budget import _farthest, _with_rounding, assert_within_budget, naive
 from fa_ops.testing.inputs import short_repr
 
@@ -178,11 +179,11 @@ def one_process(
         options["sinks"] = leaves["sinks"] = options["sinks"].to(wide).requires_grad_()
     spec = spec_of(case, options)
     if case.documents is None:
-        out, lse = attend(*tensors, spec)
+        out, lse = attend(Call.of(*tensors, spec))
     else:
         packing = Packing(options["cu_seqlens"], options["cu_seqlens"])
         packed = (x[0].transpose(0, 1) for x in tensors)
-        out, lse = reference.varlen(*packed, packing, spec, attend)
+        out, lse = reference.varlen(Call.of(*packed, spec, packing=packing), attend)
         out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     weights = loss_weights(case, out, lse)
     if sign:
@@ -271,9 +272,9 @@ def sinks_noise(case: ContextCase, exact: dict[str, Tensor], world: int) -> Tens
     return (rounding * weight * products.norm(dim=-1)).square().sum((0, 2)).sqrt()
 
 
-def one_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0):
+def one_call(call: Call, first_batch: int = 0) -> tuple[Tensor, Tensor]:
     """The operator itself, as a baseline."""
-    if spec.dropout_p:
-        words = dropout.words_of(spec.dropout_seed, *q.shape[:3], first_batch)
-        spec = spec._replace(dropout_seed=words)
-    return torch.ops.fa.attention_with_lse(q, k, v, *spec[:3], **fa_ops.call.options.keywords(spec))
+    if call.options.dropout_p:
+        words = dropout.words_of(call.operands.dropout_seed, *call.query.shape[:3], first_batch)
+        call = call.changed(dropout_seed=words)
+    return dense.OPERATORS.forward.run(call)

@@ -8,6 +8,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends import quantization, reference
+from fa_ops.call.call import Call
 from fa_ops.call.options import Quantization
 from fa_ops.cli.fuzz import refusal
 from fa_ops.testing import make_case
@@ -68,7 +69,7 @@ def test_scales_may_be_negative(softcap):
     q, k, v, how, spec = QuantizedCase(inner, scales=("tokens", "blocks", "channels")).fresh()
     signs = [torch.randint(0, 2, t.shape, device="cuda") * 2 - 1 for t in how[:3]]
     how = Quantization(*(t * sign for t, sign in zip(how, signs)), None, False, False)
-    wanted, _ = reference.quantized(q, k, v, how, spec)
+    wanted, _ = reference.quantized(Call.of(q, k, v, spec, quantization=how))
     found, _ = call(q, k, v, how, spec._replace(backend="hopper"))
     assert (found - wanted).norm() < 0.01 * wanted.norm()
 
@@ -102,7 +103,7 @@ def test_numbers_are_those_of_the_definition():
     q, k, v, how, spec = QuantizedCase(
         make_case(Sq=200, Sk=3000, D=128, Dv=64, device="cuda", dtype=torch.bfloat16), key_mean=2.0
     ).fresh()
-    wanted = quantization.quantised(q, k, v, how, spec, torch.float32)
+    wanted = quantization.quantised(Call.of(q, k, v, spec, quantization=how), torch.float32)
     found = quantise(q, k, v, how, spec)
     assert (found.query.float() == wanted.query).float().mean() > 0.999
     assert (found.key.float() == wanted.key).float().mean() > 0.998

@@ -8,6 +8,7 @@ from torch import nn
 
 import fa_ops
 from fa_ops.backends import reference
+from fa_ops.call.call import Call
 from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import make_case
 from hf_integration import encodings, fa_ops_attention_forward, operators
@@ -25,7 +26,7 @@ def forward(q, k, v, mask=None, module=None, **options):
 
 
 def check(ours, q, k, v, spec):
-    expected, _ = reference.dense(q.double(), k.double(), v.double(), spec)
+    expected, _ = reference.dense(Call.of(q.double(), k.double(), v.double(), spec))
     assert ours.is_contiguous()
     torch.testing.assert_close(ours, expected.transpose(1, 2).to(ours.dtype), atol=1e-5, rtol=1e-5)
 
@@ -83,7 +84,7 @@ def test_position_bias_is_added_and_differentiated(form):
     check(out, q, k, v, spec._replace(attn_mask=added))
     (ours,) = torch.autograd.grad(out.square().sum(), bias)
     oracle, _ = reference.dense(
-        q.double(), k.double(), v.double(), spec._replace(attn_mask=added.double())
+        Call.of(q.double(), k.double(), v.double(), spec._replace(attn_mask=added.double()))
     )
     (expected,) = torch.autograd.grad(oracle.square().sum(), bias)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
@@ -99,7 +100,9 @@ def test_weights_are_those_of_eager_attention(form, sinks):
     check(out, q, k, v, spec)
     repeated = k.repeat_interleave(2, 1)
     products = q.double() @ repeated.double().transpose(-1, -2)
-    expected, _ = reference.weights(reference.modify_scores(products, spec, 16), sinks)
+    expected, _ = reference.weights(
+        reference.modify_scores(products, Call.of(q, k, v, spec)), sinks
+    )
     torch.testing.assert_close(weights, expected.float(), atol=1e-5, rtol=1e-5)
 
 
@@ -114,7 +117,7 @@ def test_sinks_may_differ_by_query():
                 t[b : b + 1].double()
                 for t in (q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1])
             ]
-            rows.append(reference.dense(*row, Spec(sinks=sinks[b, :, i, 0]))[0])
+            rows.append(reference.dense(Call.of(*row, Spec(sinks=sinks[b, :, i, 0])))[0])
     expected = torch.cat(rows, 2).view(1, 4, 2, 12, 24)[0].permute(1, 2, 0, 3)
     torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
     ours = torch.autograd.grad(out.sum(), sinks)[0]
@@ -172,7 +175,9 @@ def test_cu_seq_lens_without_a_mask_give_a_packed_call(causal, dtype):
     lens = {"cu_seq_lens_q": ends.to(dtype), "cu_seq_lens_k": ends.to(dtype)}
     out, _ = forward(q, k, v, is_causal=causal, max_length_q=7, max_length_k=7, **lens)
     tokens = [t[0].transpose(0, 1).double() for t in (q, k, v)]
-    expected, _ = reference.varlen(*tokens, Packing(ends, ends), Spec(is_causal=causal))
+    expected, _ = reference.varlen(
+        Call.of(*tokens, Spec(is_causal=causal), packing=Packing(ends, ends))
+    )
     torch.testing.assert_close(out[0], expected.float(), atol=1e-5, rtol=1e-5)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import fa_ops
 from fa_ops.backends import reference
+from fa_ops.call.call import Call
 from fa_ops.call.options import Spec
 from fa_ops.testing import make_case
 from hf_integration import attention, encodings, fa_ops_attention_forward, operators
@@ -78,7 +79,7 @@ def test_remembered_decisions_give_the_same_result(form, options, remembered, on
     assert first.is_contiguous() and torch.equal(first, again)
     spec = spec._replace(sinks=options.get("s_aux"), scale=options.get("scaling"))
     spec = spec._replace(softcap=options.get("softcap", 0.0))
-    expected, _ = reference.dense(q.double(), k.double(), v.double(), spec)
+    expected, _ = reference.dense(Call.of(q.double(), k.double(), v.double(), spec))
     torch.testing.assert_close(first, expected.transpose(1, 2).float(), atol=1e-5, rtol=1e-5)
 
 

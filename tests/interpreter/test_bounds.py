@@ -9,6 +9,7 @@ import torch
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Packing, Spec
 from fa_ops.testing.allocators import Arena
 from fa_ops.testing.caches import CacheCase
@@ -59,8 +60,10 @@ def test_broken_borders_of_packed_sequences(seed):
     ends_q, ends_k = ends_of(r, batch, Tq), ends_of(r, batch, Tk)
     right = Packing(clamped(ends_q, Tq), clamped(ends_k, Tk))
     wrong = Packing(ends_q, ends_k, *r.choice([(None, None), (1, 1), (10**6, 10**6)]))
-    expected = reference.varlen_forward(q, k, v, right, spec)
-    grads = reference.varlen_backward(grad, None, q, k, v, *expected, right, spec)
+    expected = reference.varlen_forward(Call.of(q, k, v, spec, packing=right))
+    grads = reference.varlen_backward(
+        Call.of(q, k, v, spec, packing=right, saved=Saved(grad, None, *expected))
+    )
     arena = Arena()
     *inputs, grad_out = (arena.placed(x) for x in (q, k, v, grad))
     with arena.outputs("triton"):
@@ -89,8 +92,8 @@ def test_broken_lengths_and_ranges(seed):
     spec = Spec(is_causal=r.random() < 0.5, key_ranges=ranges if seed % 3 else None, kv_lens=lens)
     if seed % 3 == 1:
         spec = spec._replace(kv_lens=None)
-    expected = reference.forward(q, k, v, spec)
-    grads = reference.backward(grad, None, q, k, v, *expected, spec)
+    expected = reference.forward(Call.of(q, k, v, spec))
+    grads = reference.backward(Call.of(q, k, v, spec, saved=Saved(grad, None, *expected)))
     arena = Arena()
     *inputs, grad_out = (arena.placed(x) for x in (q, k, v, grad))
     with arena.outputs("triton"):
@@ -136,6 +139,6 @@ def test_lengths_that_overflow_with_new_keys_are_those_of_a_full_cache():
     cache = cache._replace(key=cache.key[:, :, :3], value=cache.value[:, :, :3])
     k, v = k.nan_to_num(0.5), v.nan_to_num(0.5)
     full = torch.tensor([40, 40], dtype=torch.int32)
-    expected = reference.forward(q, k, v, spec._replace(kv_lens=full))
+    expected = reference.forward(Call.of(q, k, v, spec._replace(kv_lens=full)))
     lens = torch.tensor([2**31 - 1, 2**31 - 2], dtype=torch.int32)
     assert_same(backend.cache_forward(q, k, v, cache, spec._replace(kv_lens=lens)), expected)

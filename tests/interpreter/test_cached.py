@@ -72,7 +72,8 @@ def test_a_cache_is_attended_by_the_forward_kernel(name, page_size, dense):
 )  # fmt: skip
 def test_e4m3_caches_are_converted(changes, dense):
     case = CacheCase(**MANY | {"fp8": True, "is_causal": True} | changes)
-    expected = reference.cached(*case.fresh())
+    q, k, v, cache, spec = case.fresh()
+    expected = reference.cached(Call.of(q, k, v, spec, cache=cache))
     # queries in float32, as the interpreter has no bfloat16; the operator takes no such call
     for x, y in zip(cached.cache_forward(*case.fresh()), expected):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
@@ -96,7 +97,7 @@ def test_pages_that_do_not_exist_are_not_attended(page_size, fp8):
     valid, spec2, present = broken_caches.valid_call(k, v, cache, spec)
     attend = broken_caches.attend_present(present, reference.dense)
     caches = broken_caches.with_spare_page(k, v, valid)
-    expected = reference.cached(q, *caches, valid, spec2, attend)
+    expected = reference.cached(Call.of(q, *caches, spec2, cache=valid), attend)
     for x, y in zip(cached.cache_forward(q, k, v, cache, spec), expected):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
 
@@ -138,7 +139,7 @@ def assert_as_reference(case):
     q, k, v, cache, spec = case.fresh()
     results = call(q, k, v, cache, spec)
     q2, k2, v2, cache2, spec2 = case.fresh()
-    for found, wanted in zip(results, reference.cached(q2, k2, v2, cache2, spec2)):
+    for found, wanted in zip(results, reference.cached(Call.of(q2, k2, v2, spec2, cache=cache2))):
         torch.testing.assert_close(found, wanted.float(), atol=1e-4, rtol=1e-4)
     for found, wanted in ((k, k2), (v, v2)):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, equal_nan=True)

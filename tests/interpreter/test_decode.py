@@ -134,7 +134,8 @@ def test_queries_are_rotated_at_positions_inside_the_cache(new):
     lens = torch.tensor([2**31 - 1, 5, -9], dtype=torch.int32)
     found = decode.prepare_cache(q, k, v, cache, lens, 40)
     assert torch.equal(found[:2], expected[:2])
-    at_zero = reference.rotate(q[2].double(), cache, torch.zeros(3).long())
+    call = Call.of(q, k, v, spec, cache=cache)
+    at_zero = reference.rotate(q[2].double(), call, torch.zeros(3).long())
     torch.testing.assert_close(found[2], at_zero.float())
 
 
@@ -202,7 +203,7 @@ def test_padding_in_front_is_not_read():
     spec = Spec(kv_lens=lens, key_ranges=ranges)
     out, lse = decode.cache_forward(q, k, v, Cache(), spec)
     seen = (x[:1].double() for x in (q, k[:, :, 4000:], v[:, :, 4000:]))
-    expected = reference.dense(*seen, Spec())[0]
+    expected = reference.dense(Call.of(*seen, Spec()))[0]
     torch.testing.assert_close(out[:1].double(), expected, atol=1e-5, rtol=1e-5)
     assert not out[1].any() and bool((lse[1] == float("-inf")).all())
 
@@ -225,7 +226,7 @@ def test_a_prepared_call_takes_other_tensors(changes):
         q, k, v, cache, spec = dataclasses.replace(case, seed=seed).fresh()
         if seed == 2:  # an address of its own kind
             q = torch.cat([q.flatten()[:1], q.flatten()])[1:].view_as(q)
-        expected = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)
+        expected = reference.cache_forward(Call.of(q, k.clone(), v.clone(), spec, cache=cache))
         results = run(q, k, v, cached(q, k, v, cache, spec).operands)
         for found, wanted in zip(results, expected):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
@@ -282,7 +283,7 @@ def test_new_keys_are_divided_by_the_scales_of_their_pages(page_size, token_scal
     cache = cache._replace(**whole, **new)
     caches = [(k.clone(), v.clone()) for _ in range(2)]
     decode.cache_forward(q, *caches[0], cache, spec)
-    reference.cache_forward(q, *caches[1], cache, spec)
+    reference.cache_forward(Call.of(q, *caches[1], spec, cache=cache))
     for found, wanted in zip(*caches):
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
@@ -297,7 +298,7 @@ def test_scales_of_values_far_apart_keep_their_precision():
         scale[cache.page_table[0].long()] = 2.0 ** torch.tensor(exponents).float().view(-1, 1, 1)
         one = cache._replace(v_scale=scale)
         out, _ = decode.cache_forward(q.float().half(), k, v, one, spec)
-        expected, _ = reference.cached(q, k, v, one, spec)
+        expected, _ = reference.cached(Call.of(q, k, v, spec, cache=one))
         assert (out.double() - expected).abs().max() < 2e-3 * expected.abs().max()
 
 
@@ -313,7 +314,7 @@ def test_a_prepared_dense_call():
     spec = Spec(is_causal=True)
     kernel, run = dense_plan(q, k, v, spec)
     assert kernel == "split-KV decoding"
-    expected = reference.forward(2 * q, k, v, spec)[0]
+    expected = reference.forward(Call.of(2 * q, k, v, spec))[0]
     found, lse = run(2 * q, k, v, spec.operands, False)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert lse is None
@@ -332,7 +333,7 @@ def test_a_prepared_dense_call_reads_lengths_and_ranges_anew(names):
         kernel, first = dense_plan(q, k, v, spec)
         assert kernel == "split-KV decoding"
         run = run or first
-        expected = reference.forward(q, k, v, spec)[0]
+        expected = reference.forward(Call.of(q, k, v, spec))[0]
         found, _ = run(q, k, v, spec.operands, False)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     kernel, _ = dense_plan(q, k[:, :, :100], v[:, :, :100], spec)

@@ -8,6 +8,7 @@ import torch
 from fa_ops.backends import mask_blocks, reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Spec
 from fa_ops.testing import assert_close_to_oracle, make_case
 
@@ -71,10 +72,10 @@ def test_tiles_are_skipped_or_not_masked(kind):
         mask, other = (torch.zeros(256, 256).masked_fill(~m, -math.inf) for m in (mask, other))
     spec = Spec(mask, mask_blocks=reference.mask_blocks(other[None, None]))
     out, lse = backend.forward(q, k, v, spec)
-    expected = reference.forward(q, k, v, Spec(other))
+    expected = reference.forward(Call.of(q, k, v, Spec(other)))
     torch.testing.assert_close((out, lse), expected, atol=1e-5, rtol=1e-5)
     found = backend.backward(grad, None, q, k, v, out, lse, spec)
-    right = reference.backward(grad, None, q, k, v, *expected, Spec(other))
+    right = reference.backward(Call.of(q, k, v, Spec(other), saved=Saved(grad, None, *expected)))
     torch.testing.assert_close(found[:3], right[:3], atol=1e-5, rtol=1e-5)
 
 

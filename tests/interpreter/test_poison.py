@@ -8,6 +8,7 @@ import torch
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import MAX_LENGTH, Cache, Packing, Spec
 from fa_ops.testing import make_case
 from fa_ops.testing.caches import CacheCase
@@ -35,7 +36,8 @@ MASKS = {
 def attends(spec: Spec, B: int, H: int, Sq: int, Sk: int) -> torch.Tensor:
     """Bool (B, H, Sq, Sk), by the oracle's formulas."""
     plain = spec._replace(alibi_slopes=None)
-    return reference.modify_scores(torch.zeros(B, H, Sq, Sk).double(), plain, 1) > -INF
+    q, k = torch.zeros(B, H, Sq, 1), torch.zeros(B, H, Sk, 1)
+    return reference.modify_scores(torch.zeros(B, H, Sq, Sk), Call.of(q, k, k, plain)) > -INF
 
 
 @pytest.mark.parametrize("poison", [NAN, INF])
@@ -44,7 +46,7 @@ def test_forward(name, poison):
     """A poisoned key of the first sequence, which the second does not attend."""
     case = make_case(Sq=40, Sk=50, Hq=2, Hkv=1, **MASKS[name])
     q, k, v, spec = case.fresh()
-    expected, expected_lse = reference.forward(q, k, v, spec)
+    expected, expected_lse = reference.forward(Call.of(q, k, v, spec))
     keep = attends(spec, 2, 2, 40, 50)
     for where in ("key", "value"):
         for j in (0, 35):
@@ -68,8 +70,8 @@ def test_backward(name):
     case = make_case(Sq=40, Sk=50, Hq=2, Hkv=1, **MASKS[name])
     q, k, v, spec = case.fresh()
     grad = torch.randn(2, 2, 40, 16)
-    right = reference.forward(q, k, v, spec)
-    expected = reference.backward(grad, None, q, k, v, *right, spec)
+    right = reference.forward(Call.of(q, k, v, spec))
+    expected = reference.backward(Call.of(q, k, v, spec, saved=Saved(grad, None, *right)))
     keep = attends(spec, 2, 2, 40, 50)
     first = torch.tensor([True, False]).view(2, 1, 1)
     for where, at in (("key", 35), ("value", 35), ("query", 30), ("grad", 30)):
@@ -96,8 +98,10 @@ def test_backward_of_a_mask():
     case = make_case(Sq=20, Sk=30, Hq=2, Hkv=1, mask="float", mask_grad=True, is_causal=True)
     q, k, v, spec = case.fresh()
     grad = torch.randn(2, 2, 20, 16)
-    right = reference.forward(q, k, v, spec)
-    expected = reference.backward(grad, None, q, k, v, *right, spec, True).attn_mask
+    right = reference.forward(Call.of(q, k, v, spec))
+    expected = reference.backward(
+        Call.of(q, k, v, spec, saved=Saved(grad, None, *right, True))
+    ).attn_mask
     v[:, :, 25, 3] = NAN
     out, lse = backend.forward(q, k, v, spec)
     found = backend.backward(grad, None, q, k, v, out, lse, spec, True).attn_mask
@@ -107,7 +111,7 @@ def test_backward_of_a_mask():
 
 def test_a_nan_query_reaches_only_its_row():
     q, k, v, spec = make_case(B=1, Sq=50, Sk=60, is_causal=True).fresh()
-    expected = reference.forward(q, k, v, spec)[0]
+    expected = reference.forward(Call.of(q, k, v, spec))[0]
     q[:, 1, 40, 2] = NAN
     out, _ = backend.forward(q, k, v, spec)
     assert bool(out[:, 1, 40].isnan().all())
@@ -120,7 +124,7 @@ def test_packed_sequences():
     q, k, v = torch.randn(90, 2, 16), torch.randn(100, 1, 16), torch.randn(100, 1, 16)
     ends_q, ends_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 40, 90], [0, 45, 100]))
     packing, spec = Packing(ends_q, ends_k), Spec(is_causal=True)
-    expected = reference.varlen_forward(q, k, v, packing, spec)
+    expected = reference.varlen_forward(Call.of(q, k, v, spec, packing=packing))
     k[45] = NAN
     v[60] = INF
     out, lse = backend.varlen_forward(q, k, v, packing, spec)
@@ -140,7 +144,7 @@ def test_packed_sequences():
 def test_decoding(changes):
     case = CacheCase(B=2, S=150, is_causal=True, lens=(150, 90), **changes)
     q, k, v, cache, spec = case.fresh()
-    expected = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)[0]
+    expected = reference.cache_forward(Call.of(q, k.clone(), v.clone(), spec, cache=cache))[0]
     Sq, left = case.Sq, case.window[0]
     hidden = [147, 148, 149] if left < 0 else [5, 125, 127]  # rows 0 ... 2 attend not the first
     for j in hidden:
@@ -173,7 +177,9 @@ def test_an_infinite_key_that_a_float_mask_excludes_leaves_gradients_finite(shap
     spec = spec._replace(attn_mask=mask, softcap=softcap)
     out, lse = backend.forward(q, k, v, spec)
     given = torch.randn_like(out), None, q, k, v, out, lse, spec, True
-    for found, expected in zip(backend.backward(*given)[:4], reference.backward(*given)[:4]):
+    saved = Saved(given[0], None, out, lse, True)
+    right = reference.backward(Call.of(q, k, v, spec, saved=saved))
+    for found, expected in zip(backend.backward(*given)[:4], right[:4]):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -199,7 +205,7 @@ EXTREMES = {
 def test_extreme_numbers(name, Sq, Sk):
     case = make_case(**{"Sq": Sq, "Sk": Sk, "B": 1, "Hq": 2, "Hkv": 1} | EXTREMES[name])
     q, k, v, spec = case.fresh()
-    expected = reference.forward(q, k, v, spec)
+    expected = reference.forward(Call.of(q, k, v, spec))
     out, lse = backend.forward(q, k, v, spec)
     torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
@@ -215,7 +221,8 @@ def test_a_score_of_0_has_a_gradient_under_every_softcap(softcap, scale):
     q = torch.zeros_like(q)
     out, lse = backend.forward(q, k, v, spec)
     given = torch.randn_like(out), None, q, k, v, out, lse, spec
-    expected, found = reference.backward(*given)[0], backend.backward(*given)[0]
+    expected = reference.backward(Call.of(q, k, v, spec, saved=Saved(given[0], None, out, lse)))[0]
+    found = backend.backward(*given)[0]
     assert expected.abs().max() > 0
     torch.testing.assert_close(found / scale, expected / scale, atol=1e-5, rtol=1e-4)
 
@@ -231,7 +238,7 @@ def test_huge_scores(dtype, options):
         q, k = (torch.full_like(x, size) if alike else x * (size / 8) for x in (q, k))
         if dtype == torch.float16:
             spec = spec._replace(scale=40.0)
-        expected = reference.forward(q, k, v, spec)
+        expected = reference.forward(Call.of(q, k, v, spec))
         out, lse = backend.forward(q, k, v, spec)
         rtol = 1e-3 if dtype == torch.float16 else 1e-5
         torch.testing.assert_close(out, expected[0], atol=rtol, rtol=rtol)
@@ -248,7 +255,7 @@ def test_sinks(decoding, sink, lens):
     q, k, v, spec = make_case(Sq=Sq, Sk=Sk, Hq=2, Hkv=1).fresh()
     lens = None if lens is None else torch.tensor(lens, dtype=torch.int32)
     spec = spec._replace(sinks=torch.tensor([sink, 0.5]), kv_lens=lens)
-    expected = reference.forward(q, k, v, spec)
+    expected = reference.forward(Call.of(q, k, v, spec))
     out, lse = backend.forward(q, k, v, spec)
     torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
@@ -264,7 +271,7 @@ def test_rows_of_the_lowest_number(dtype):
     mask = torch.zeros(10, 70, dtype=dtype)
     mask[3], mask[5, :60], mask[7] = torch.finfo(dtype).min, torch.finfo(dtype).min, -INF
     for spec in (Spec(attn_mask=mask), Spec(attn_mask=mask.float())):
-        expected, expected_lse = reference.forward(q, k, v, spec)
+        expected, expected_lse = reference.forward(Call.of(q, k, v, spec))
         out, lse = backend.forward(q, k, v, spec)
         torch.testing.assert_close(out, expected, atol=2e-3, rtol=1e-3)
         torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)

@@ -14,6 +14,7 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import arguments, launch
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
 from tests.kernels import alternating_dtype, assert_merges, assert_merges_into
@@ -117,7 +118,7 @@ def test_masks_by_strides(kind):
     ):
         spec = Spec(attn_mask=mask)
         out, lse = backend.forward(q, k, v, spec)
-        expected, expected_lse = reference.forward(q, k, v, spec)
+        expected, expected_lse = reference.forward(Call.of(q, k, v, spec))
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
@@ -197,12 +198,12 @@ def test_rows_of_unaligned_width(D, Dv, offset):
     grad_out = torch.randn(2, 4, 20, Dv).half()
     spec = Spec(is_causal=True)
     out, lse = backend.forward(q, k, v, spec)
-    expected, expected_lse = reference.forward(q, k, v, spec)
+    expected, expected_lse = reference.forward(Call.of(q, k, v, spec))
     assert out.stride() == (20 * 4 * Dv, Dv, 4 * Dv, 1)
     torch.testing.assert_close(out.double(), expected.double(), atol=4e-3, rtol=0)
     torch.testing.assert_close(lse.double(), expected_lse.double(), atol=1e-3, rtol=0)
     grads = backend.backward(grad_out, None, q, k, v, out, lse, spec)
-    wanted = reference.backward(grad_out, None, q, k, v, out, lse, spec)
+    wanted = reference.backward(Call.of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))
     for x, grad, want in zip((q, k, v), grads, wanted):
         assert grad.stride() == torch.empty_like(x).stride()
         torch.testing.assert_close(grad.double(), want.double(), atol=2e-2, rtol=0)

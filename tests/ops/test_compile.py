@@ -147,9 +147,9 @@ def test_dropout_is_the_same_in_forward_and_backward():
 def test_use_backend_around_and_inside_a_graph():
     calls, reference = [], dispatch.load("reference")
 
-    def forward(q, k, v, spec):
-        calls.append(spec.backend)
-        return reference.forward(q, k, v, spec)
+    def forward(call):
+        calls.append(call.options.backend)
+        return reference.forward(call)
 
     def inside(q, k, v):
         with fa_ops.use_backend("reference"):

@@ -200,9 +200,9 @@ def test_gradients_of_every_layout(loss):
 def test_backends_are_given_rows(monkeypatch):
     strides, backward = [], cpu.backward
 
-    def spy(grad_out, grad_lse, q, k, v, out, *rest, **options):
-        strides.append((grad_out.stride(-1), out.stride(-1)))
-        return backward(grad_out, grad_lse, q, k, v, out, *rest, **options)
+    def spy(call):
+        strides.append((call.saved.grad_out.stride(-1), call.saved.out.stride(-1)))
+        return backward(call)
 
     monkeypatch.setattr(cpu, "backward", spy)
     for _ in range(2):
@@ -449,11 +449,11 @@ def test_another_layout_of_what_was_saved_is_planned_anew(log):
 
 
 def test_the_global_switches_hold_in_the_backward_pass(monkeypatch):
-    specs, backward = [], cpu.backward
+    calls, backward = [], cpu.backward
 
-    def spy(*args, **options):
-        specs.append(args[7])
-        return backward(*args, **options)
+    def spy(call):
+        calls.append(call)
+        return backward(call)
 
     monkeypatch.setattr(cpu, "backward", spy)
     inputs = qkv()
@@ -465,10 +465,10 @@ def test_the_global_switches_hold_in_the_backward_pass(monkeypatch):
         assert_equal(take(), expected)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [spec.deterministic for spec in specs] == [False, True]
+    assert [call.options.deterministic for call in calls] == [False, True]
     with fa_ops.use_backend("reference"):
         torch.testing.assert_close(take(), expected)
-    assert len(specs) == 2
+    assert len(calls) == 2
     assert backend_option.chosen() is None
 
 

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from fa_ops.backends import reference
+from fa_ops.call.call import Call
+from fa_ops.call.options import Spec
 from fa_ops.testing import CacheCase, PackedCase, random_calls
 from tests.testing import second_oracle
 
@@ -64,14 +66,16 @@ def solve(case, second: bool) -> dict[str, torch.Tensor]:
     if isinstance(case, PackedCase):
         packing = case.meaning()
         lengths = zip(packing.cu_seqlens_q.diff().tolist(), packing.cu_seqlens_k.diff().tolist())
-        function = second_oracle.packed if second else reference.varlen
-        args = (q, k, v, packing, spec)
-        dropped = [_dropped((1, features.Hq, *n), spec, b) for b, n in enumerate(lengths)]
-    else:
-        function = second_oracle.dense if second else reference.dense
-        args = (q, k, v, spec)
+        if second:
+            dropped = [_dropped((1, features.Hq, *n), spec, b) for b, n in enumerate(lengths)]
+            out, lse = second_oracle.packed(q, k, v, packing, spec, dropped)
+        else:
+            out, lse = reference.varlen(Call.of(q, k, v, spec, packing))
+    elif second:
         dropped = _dropped((case.B, case.Hq, case.Sq, case.Sk), spec, 0)
-    out, lse = function(*args, *([dropped] if second and spec.dropout_p else []))
+        out, lse = second_oracle.dense(q, k, v, spec, dropped)
+    else:
+        out, lse = reference.dense(Call.of(q, k, v, spec))
     wanted = {name: x for name, x in inputs.items() if x is not None and x.requires_grad}
     grad_out, grad_lse = case.grad_outputs(out, lse)
     pairs = [(out, grad_out), (lse.masked_fill(lse == -math.inf, 0.0), grad_lse)]
@@ -87,12 +91,17 @@ def _dropped(shape: tuple, spec, first_batch: int):
     """The factors that dropout applies; docs/semantics.md does not specify which are zero."""
     if not spec.dropout_p:
         return None
-    return reference.dropout_factor(torch.Size(shape), spec, torch.device("cpu"), first_batch)
+    *rows, Sk = shape
+    call = Call.of(torch.empty(*rows, 1), torch.empty(1, 1, Sk, 1), None, spec)
+    return reference.dropout_factor(call, first_batch)
 
 
 def solve_cached(case: CacheCase, second: bool) -> dict[str, torch.Tensor]:
     q, k, v, cache, spec = case.fresh()
-    out, lse = (second_oracle if second else reference).cached(q, k, v, cache, spec)
+    if second:
+        out, lse = second_oracle.cached(q, k, v, cache, spec)
+    else:
+        out, lse = reference.cached(Call.of(q, k, v, spec, cache=cache))
     return {"out": out, "lse": lse, "key_cache": k.double(), "value_cache": v.double()}
 
 
@@ -123,8 +132,9 @@ def test_the_two_oracles_agree(part):
 def test_nan_and_inf_affect_only_rows_that_attend_them(number, options):
     q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
     v[0, 1, 6, 2] = float(number)
-    spec = reference.Spec(**options)
-    for oracle in (reference, second_oracle):
-        out = oracle.dense(q, k, v, spec)[0].isfinite().all(-1)
-        attended = reference.keep_mask(spec, 1, 1, 9, 9, q.device)[0, 0, :, 6]
+    spec = Spec(**options)
+    call = Call.of(q, k, v, spec)
+    for out, _ in (reference.dense(call), second_oracle.dense(q, k, v, spec)):
+        out = out.isfinite().all(-1)
+        attended = reference.keep_mask(call)[0, 0, :, 6]
         assert torch.equal(out[0, 1], ~attended) and out[0, 0].all()

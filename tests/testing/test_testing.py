@@ -10,6 +10,7 @@ import torch
 
 from fa_ops.backends import reference
 from fa_ops.backends.cpu import dense
+from fa_ops.call.call import Call
 from fa_ops.plans import planning
 from fa_ops.testing import (
     Case,
@@ -124,7 +125,7 @@ def test_the_flash_baseline_without_rounding_equals_the_oracle(seed):
     solutions = []
     for attend in (reference.dense, functools.partial(flash, dtype=torch.float64)):
         q, k, v, spec = case.fresh(requires_grad=True)
-        out, lse = attend(q, k, v, spec)
+        out, lse = attend(Call.of(q, k, v, spec))
         seeds = case.grad_outputs(out, lse)
         outputs = [out, lse.masked_fill(lse == -math.inf, 0.0)]
         grads = torch.autograd.grad(outputs, (q, k, v), seeds, materialize_grads=True)
@@ -150,8 +151,8 @@ def test_noise_raises_the_budget_of_an_exact_baseline():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_naive_equals_the_oracle_up_to_rounding(dtype):
     case = make_case(dtype=dtype, is_causal=True, softcap=2.0, dropout_p=0.2, sinks=True)
-    out, lse = naive(*case.fresh())
-    expected_out, expected_lse = reference.dense(*case.fresh(torch.float64))
+    out, lse = naive(Call.of(*case.fresh()))
+    expected_out, expected_lse = reference.dense(Call.of(*case.fresh(torch.float64)))
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=tolerance)
@@ -174,14 +175,14 @@ WRONG = {
 def test_slightly_wrong_results_are_named(name, monkeypatch):
     from fa_ops.backends import cpu
 
-    def forward(q, k, v, spec):
-        out, lse = dense.forward(q, k, v, spec)
+    def forward(call):
+        out, lse = dense.forward(call)
         if not name.startswith("grad"):
             WRONG[name](out, lse, None)
         return out, lse
 
-    def backward(*args, **options):
-        grads = dense.backward(*args, **options)
+    def backward(call):
+        grads = dense.backward(call)
         if name.startswith("grad"):
             WRONG[name](None, None, grads)
         return grads
@@ -206,11 +207,11 @@ def test_naive_gradients_are_finite_where_a_sink_has_all_the_weight():
 def test_the_flash_baseline_rounds_weights_relative_to_the_largest():
     """One key beside a sink: its weight is less than one, and not rounded."""
     case = make_case(Sk=1, D=8, Dv=8, sinks=True, dtype=torch.float64)
-    exact, _ = reference.dense(*case.fresh())
-    rounded, _ = flash(*case.fresh(), dtype=torch.bfloat16)
+    exact, _ = reference.dense(Call.of(*case.fresh()))
+    rounded, _ = flash(Call.of(*case.fresh()), dtype=torch.bfloat16)
     torch.testing.assert_close(rounded, exact, atol=1e-14, rtol=1e-14)
-    assert (naive(*case.fresh(torch.bfloat16))[0] - exact).abs().max() > 1e-4
-    without_keys, _ = flash(*make_case(Sk=0, D=8, Dv=8).fresh(), dtype=torch.bfloat16)
+    assert (naive(Call.of(*case.fresh(torch.bfloat16)))[0] - exact).abs().max() > 1e-4
+    without_keys, _ = flash(Call.of(*make_case(Sk=0, D=8, Dv=8).fresh()), dtype=torch.bfloat16)
     assert not without_keys.any()
 
 
@@ -221,9 +222,9 @@ def test_the_noise_of_few_gradients_of_values_is_that_of_rounded_weights():
     inputs = case.fresh(requires_grad=True)
     solution = budget._Solution("oracle", case, budget._copies(*inputs, torch.float64))
     grad_out = case.grad_outputs(*solution.results.values())[0].double()
-    q, k, _, spec = case.fresh(torch.float64)
+    q, k, v, spec = case.fresh(torch.float64)
     weights, _ = reference.weights(q @ k.transpose(-1, -2) * 8**-0.5, None)
-    weights = weights * reference.dropout_factor(weights.shape, spec, weights.device, 0)
+    weights = weights * reference.dropout_factor(Call.of(q, k, v, spec))
     g = torch.Generator().manual_seed(0)
     errors = torch.rand(2000, *weights.shape, generator=g, dtype=torch.float64) - 0.5
     errors = errors * weights * torch.finfo(torch.float16).eps

@@ -10,7 +10,7 @@ import torch
 import fa_ops
 from fa_ops.backends import cpu, reference
 from fa_ops.call import cache_checks, checks
-from fa_ops.call.call import Plan
+from fa_ops.call.call import Call, Plan
 from fa_ops.testing import Arena, CacheCase, PackedCase, assert_right, make_case
 from fa_ops.testing import caches as broken_caches
 from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS, rearranged
@@ -67,8 +67,8 @@ def test_an_arena_finds_overwritten_memory(where):
 def test_writes_after_a_result_are_found(monkeypatch):
     right = cpu.forward
 
-    def forward(q, k, v, spec):
-        out, lse = right(q, k, v, spec)
+    def forward(call):
+        out, lse = right(call)
         placed = torch.empty_like(out).copy_(out)
         torch.as_strided(placed, (1,), (1,), placed.storage_offset() + placed.numel()).fill_(1.0)
         return placed, lse
@@ -137,9 +137,10 @@ def test_nan_in_a_cache_affects_only_rows_that_attend_it(operand, page_size):
 
 
 def test_leaks_of_nan_are_found(monkeypatch):
-    def leaking(q, k, v, spec):
+    def leaking(call):
+        q, k, v = call[:3]
         products = q.double() @ k.double().repeat_interleave(2, 1).mT
-        p, lse = reference.weights(reference.modify_scores(products, spec, 16), None)
+        p, lse = reference.weights(reference.modify_scores(products, call), None)
         return (p @ v.double().repeat_interleave(2, 1)).to(q.dtype), lse.to(q.dtype)
 
     monkeypatch.setattr(cpu, "forward", leaking)
@@ -150,7 +151,7 @@ def test_leaks_of_nan_are_found(monkeypatch):
 
 def test_suppressed_nan_is_found(monkeypatch):
     right = cpu.forward
-    monkeypatch.setattr(cpu, "forward", lambda *call: [x.nan_to_num() for x in right(*call)])
+    monkeypatch.setattr(cpu, "forward", lambda call: [x.nan_to_num() for x in right(call)])
     case = dataclasses.replace(CASE, poison="nan query")
     with pytest.raises(AssertionError, match="attends a NaN, but has none"):
         assert_right(case, "cpu")
@@ -186,8 +187,8 @@ def test_invalid_lengths_must_be_refused_on_the_cpu(case, monkeypatch):
     assert_right(case, "cpu")
     monkeypatch.setattr(checks, "cu_seqlens", lambda *_: None)
     monkeypatch.setattr(cache_checks, "values", lambda *_: None)
-    monkeypatch.setattr(cpu, "varlen_forward", lambda q, *_: (q, q))
-    monkeypatch.setattr(cpu, "cache_forward", lambda q, *_: (q, q))
+    monkeypatch.setattr(cpu, "varlen_forward", lambda call: (call.query, call.query))
+    monkeypatch.setattr(cpu, "cache_forward", lambda call: (call.query, call.query))
     with pytest.raises(AssertionError, match="accepted, although .* is wrong"):
         assert_right(case, "cpu")
 
@@ -237,7 +238,7 @@ def test_the_spare_page_has_a_scale(seed):
     cache, spec, present = broken_caches.valid_call(k, v, cache, spec)
     k, v = broken_caches.with_spare_page(k, v, cache)
     attend = broken_caches.attend_present(present, reference.dense)
-    reference.cached(q, k, v, cache, spec, attend)
+    reference.cached(Call.of(q, k, v, spec, cache=cache), attend)
     assert int(cache.page_table.max()) < len(k) == len(cache.k_scale) == len(cache.v_scale)
 
 
@@ -257,6 +258,6 @@ def test_new_keys_of_a_broken_case_are_rotated(page_size):
         cache = cache._replace(page_table=torch.randperm(18).view(2, 9).int())
     caches = [case.fresh()[1:3] for _ in range(2)]
     broken_caches.valid_call(*caches[0], cache, spec)
-    reference.cached(case.fresh()[0], *caches[1], cache, spec)
+    reference.cached(Call.of(case.fresh()[0], *caches[1], spec, cache=cache))
     for found, expected in zip(*caches):
         torch.testing.assert_close(found, expected, equal_nan=True)

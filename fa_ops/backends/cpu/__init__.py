@@ -10,7 +10,7 @@ from fa_ops.backends.cpu.quantized import quantized_forward
 from fa_ops.backends.cpu.sequences import cache_forward, varlen_backward, varlen_forward
 from fa_ops.backends.mask_blocks import mask_blocks  # noqa: F401 - for fa::mask_blocks
 from fa_ops.call.call import Call, Plan, general, general_plan
-from fa_ops.call.options import Spec, dtype_name
+from fa_ops.call.options import dtype_name
 
 
 def available_error() -> str | None:
@@ -20,9 +20,7 @@ def available_error() -> str | None:
 
 def supports(call: Call) -> str | None:
     """Why this backend cannot run the call, or None."""
-    if call.is_quantized:
-        return device_error(call.query)
-    return support_error(call.query, call.key, call.value, call.spec)
+    return device_error(call.query) if call.is_quantized else support_error(call.query)
 
 
 def plan(call: Call) -> Plan:
@@ -39,7 +37,7 @@ def append_error(call: Call) -> str | None:
 
 def merge_error(outs: Tensor) -> str | None:
     """Why this backend cannot merge states, or None."""
-    return support_error(outs, outs, outs, Spec())
+    return support_error(outs)
 
 
 def mask_blocks_error(mask: Tensor) -> str | None:
@@ -47,8 +45,8 @@ def mask_blocks_error(mask: Tensor) -> str | None:
     return device_error(mask)
 
 
-def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
-    """Why this backend cannot attend these tensors, or None."""
+def support_error(q: Tensor) -> str | None:
+    """Why this backend cannot attend such tensors, or None."""
     if reason := device_error(q):
         return reason
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

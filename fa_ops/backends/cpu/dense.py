@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fa_ops.backends.cpu import scores as layout
 from fa_ops.backends.cpu.scores import (
-    KeyRanges,
     ScoreProblem,
     Scores,
     attended_ranges,
@@ -23,7 +22,8 @@ from fa_ops.backends.cpu.scores import (
     without_nan,
 )
 from fa_ops.backends.dropout import is_words
-from fa_ops.call.options import Gradients, Spec, default_scale
+from fa_ops.call.call import Call
+from fa_ops.call.options import Gradients
 
 # The CPU engine that calls aten's flash kernel, on pieces of a call that the kernel supports.
 #
@@ -78,21 +78,20 @@ def _cut(x: Tensor, dim: int, part: slice) -> Tensor:
     return x if size == x.shape[dim] else x.narrow(dim, part.start, size)
 
 
-def plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[Piece] | None:
+def plan(call: Call) -> list[Piece] | None:
     """Pieces with disjoint batches, or None if the kernel cannot run; other rows are empty."""
-    if spec.softcap > 0 or spec.dropout_p > 0 or spec.alibi_slopes is not None:
+    (q, k, v), tensors, options = call[:3], call.operands, call.options
+    if options.softcap > 0 or options.dropout_p > 0 or tensors.alibi_slopes is not None:
         return None
-    if q.shape[3] != v.shape[3] or default_scale(spec, q.shape[3]) <= 0:
+    if q.shape[3] != v.shape[3] or call.scale <= 0:
         return None
-    if spec.kv_lens is None and spec.key_ranges is None:
-        pieces = _fixed_pieces(spec, q, k)
-    else:
-        pieces = _pieces(spec, q, k)
+    is_fixed = tensors.kv_lens is None and tensors.key_ranges is None
+    pieces = _fixed_pieces(call) if is_fixed else _pieces(call)
     if pieces is None:
         return None
     masked = [piece for piece in pieces if piece.causal]
-    if spec.attn_mask is not None:
-        if pieces != [_everything(q, k)] or not _mask_fits(spec.attn_mask, q):
+    if tensors.attn_mask is not None:
+        if pieces != [_everything(q, k)] or not _mask_fits(tensors.attn_mask, q):
             return None
         masked = pieces
     clean = all(_finite(piece.memory(x)) for piece in masked for x in (k, v))
@@ -101,24 +100,21 @@ def plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[Piece] | None:
     return pieces if clean else None
 
 
-def plan_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, spec: Spec
-) -> list[Piece] | None:
+def plan_backward(call: Call) -> list[Piece] | None:
     """The same as `plan`, for the gradients.
 
     The kernel takes exp(s - lse) as the weight, which is wrong if scores are so large that rounding
     matters, and multiplies weights of 0 by gradients that may be NaN.
     """
-    pieces = plan(q, k, v, spec)
+    pieces, lse, is_masked = plan(call), call.saved.lse, call.operands.attn_mask is not None
     largest = 0.01 / torch.finfo(lse.dtype).eps
     for piece in pieces or ():
-        rows = piece.queries(lse)
-        longest = layout.longest_row(piece.queries(q)) * layout.longest_row(piece.memory(k))
+        rows, q, k = piece.queries(lse), piece.queries(call.query), piece.memory(call.key)
         highest = rows.masked_fill(rows == -math.inf, 0.0).abs().amax()
-        scores = default_scale(spec, q.shape[3]) * longest
+        scores = call.scale * (layout.longest_row(q) * layout.longest_row(k))
         if not (scores.item() <= largest and highest.item() <= largest):
             return None
-        if (piece.causal or spec.attn_mask is not None) and not _finite(piece.queries(grad_out)):
+        if (piece.causal or is_masked) and not _finite(piece.queries(call.saved.grad_out)):
             return None
     return pieces
 
@@ -127,10 +123,11 @@ def _everything(q: Tensor, k: Tensor) -> Piece:
     return Piece(slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, k.shape[2]), False)
 
 
-def _fixed_pieces(spec: Spec, q: Tensor, k: Tensor) -> list[Piece] | None:
+def _fixed_pieces(call: Call) -> list[Piece] | None:
     """Pieces of a call without kv_lens and key_ranges."""
-    Sq, Sk, left = q.shape[2], k.shape[2], spec.window_left
-    right = 0 if spec.is_causal else spec.window_right
+    q, k, left = call.query, call.key, call.options.window_left
+    Sq, Sk = q.shape[2], k.shape[2]
+    right = 0 if call.options.is_causal else call.options.window_right
     whole = _everything(q, k)
     if Sq == 1:  # at the last position: nothing is to its right
         return [whole if left < 0 else whole._replace(keys=slice(max(0, Sk - 1 - left), Sk))]
@@ -139,9 +136,9 @@ def _fixed_pieces(spec: Spec, q: Tensor, k: Tensor) -> list[Piece] | None:
     return [whole._replace(rows=slice(max(0, Sq - Sk), Sq), causal=True) if right == 0 else whole]
 
 
-def _pieces(spec: Spec, q: Tensor, k: Tensor) -> list[Piece] | None:
-    (B, Hq, Sq, _), Sk = q.shape, k.shape[2]
-    ranges = attended_ranges(spec, Sq, Sk)
+def _pieces(call: Call) -> list[Piece] | None:
+    (B, Hq, Sq, _), Sk = call.query.shape, call.key.shape[2]
+    ranges = attended_ranges(call)
     if ranges.lo.shape[1] > 1:
         return None
     alike = all(bool((x == x[:1]).all()) for x in ranges)
@@ -192,20 +189,18 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return layout.four_dims(mask.detach().to(dtype))
 
 
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, pieces: list[Piece]
-) -> tuple[Tensor, Tensor]:
+def flash_forward(call: Call, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
     """out and lse, given the pieces of `plan`."""
-    wide = layout.accumulator(q.dtype)
+    q, sinks = call.query, call.operands.sinks
     if _whole(pieces, q):
-        out, lse = _attend(q, pieces[0].memory(k), pieces[0].memory(v), spec, pieces[0])
+        out, lse = _attend(call, pieces[0])
         return layout.bshd(out, q.dtype), lse.contiguous()
-    out = layout.empty_out(q, v).zero_()
-    lse = torch.full(q.shape[:3], float("-inf"), dtype=wide)
-    if spec.sinks is not None:
-        lse.copy_(spec.sinks.view(-1, 1))
+    out = layout.empty_out(q, call.value).zero_()
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=layout.accumulator(q.dtype))
+    if sinks is not None:
+        lse.copy_(sinks.view(-1, 1))
     for piece in pieces:
-        o, m = _attend(piece.queries(q), piece.memory(k), piece.memory(v), spec, piece)
+        o, m = _attend(call, piece)
         piece.queries(out).copy_(o)
         piece.queries(lse).copy_(m)
     return out, lse
@@ -216,12 +211,13 @@ def _whole(pieces: list[Piece], q: Tensor) -> bool:
     return len(pieces) == 1 and pieces[0].queries(q).shape == q.shape
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, piece: Piece) -> tuple[Tensor, Tensor]:
-    """out and lse of one piece's tensors, in fp32 (fp64 for fp64)."""
-    wide = layout.accumulator(q.dtype)
-    q, k, v = (layout.with_rows(x, wide) for x in (q, k, v))
-    bias = _bias(spec.attn_mask, wide)
-    options = {"attn_mask": bias, "scale": default_scale(spec, q.shape[3])}
+def _attend(call: Call, piece: Piece) -> tuple[Tensor, Tensor]:
+    """out and lse of one piece, in fp32 (fp64 for fp64)."""
+    wide, sinks = layout.accumulator(call.query.dtype), call.operands.sinks
+    tensors = piece.queries(call.query), piece.memory(call.key), piece.memory(call.value)
+    q, k, v = (layout.with_rows(x, wide) for x in tensors)
+    bias = _bias(call.operands.attn_mask, wide)
+    options = {"attn_mask": bias, "scale": call.scale}
     (out, lse), *rest = (
         _forward(q, _cut(k, 2, keys), _cut(v, 2, keys), 0.0, causal, **options)
         for keys, causal in piece.parts()
@@ -231,24 +227,22 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, piece: Piece) -> tuple[
         lse = torch.logaddexp(lse, m)
     if bias is not None:
         lse = lse.masked_fill((bias == float("-inf")).all(-1), float("-inf"))
-    if spec.sinks is not None:
-        total = torch.logaddexp(lse, spec.sinks.to(wide).view(-1, 1))
+    if sinks is not None:
+        total = torch.logaddexp(lse, sinks.to(wide).view(-1, 1))
         dead = total == float("-inf")
         out.mul_(torch.exp(lse - total).masked_fill_(dead, 0.0).unsqueeze(-1))
         lse = total
     return out, lse
 
 
-def flash_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    spec: Spec, pieces: list[Piece],
-) -> Gradients:  # fmt: skip
+def flash_backward(call: Call, pieces: list[Piece]) -> Gradients:
     """Gradients, summed over the pieces.
 
     With the whole row's out and lse, the kernel's gradients of any part of its keys are exact.
     """
+    (q, k, v), (grad_out, _, out, lse, _) = call[:3], call.saved
     wide = layout.accumulator(q.dtype)
-    options = {"attn_mask": _bias(spec.attn_mask, wide), "scale": default_scale(spec, q.shape[3])}
+    options = {"attn_mask": _bias(call.operands.attn_mask, wide), "scale": call.scale}
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # dead: exp(s - lse) = 0
     if _whole(pieces, q) and pieces[0].parts() == [(slice(0, k.shape[2]), pieces[0].causal)]:
         tensors = (layout.with_rows(x, wide) for x in (grad_out, q, k, v, out))
@@ -281,11 +275,10 @@ def _like(grad: Tensor, x: Tensor) -> Tensor:
 # (Dao et al., arXiv:2205.14135).
 
 
-def blockwise_forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, ranges: KeyRanges | None, first_batch: int
-) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Sq, Dv) in q's dtype and lse (B, Hq, Sq); `ranges` are `attended_ranges(...)`."""
-    problem = ScoreProblem(q, k, spec, ranges, first_batch)
+def blockwise_forward(call: Call, first_batch: int) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Sq, Dv) in q's dtype and lse (B, Hq, Sq)."""
+    q, v = call.query, call.value
+    problem = ScoreProblem(call, attended_ranges(call), first_batch)
     out = layout.empty_out(q, v)
     lse = torch.empty(q.shape[:3], dtype=problem.dtype)
     for slab in problem.slabs():
@@ -302,12 +295,12 @@ def _forward_rows(
     scores: Scores, v: Tensor, bad: Tensor | None, rows: slice
 ) -> tuple[Tensor, Tensor]:
     """out (n, group * rows, Dv) and lse (n, group * rows, 1)."""
-    spec, slab = scores.spec, scores.slab
+    sinks, slab = scores.operands.sinks, scores.slab
     q = scores.queries(rows)
     lowest = torch.finfo(q.dtype).min  # not infinite: then no difference of maxima is NaN
     m, total = q.new_full((*q.shape[:2], 1), lowest), q.new_zeros(*q.shape[:2], 1)
-    if spec.sinks is not None:
-        sinks = slab.spread(spec.sinks.detach().to(q.dtype).view(1, -1, 1, 1))
+    if sinks is not None:
+        sinks = slab.spread(sinks.detach().to(q.dtype).view(1, -1, 1, 1))
         slab.unfold(m).copy_(sinks.clamp(lowest, -lowest))
         slab.unfold(total).copy_(sinks > float("-inf"))
     acc = q.new_zeros(*q.shape[:2], v.shape[2])
@@ -321,29 +314,28 @@ def _forward_rows(
         shrink = _exp_(m.sub_(top))
         m = top
         total.mul_(shrink).add_(p.sum(-1, keepdim=True))
-        if spec.dropout_p > 0:
+        if scores.options.dropout_p > 0:
             p.mul_(scores.survivors(tile))
         acc.mul_(shrink).baddbmm_(p, v[:, tile.cols])
     lse = m + total.log()
-    if spec.sinks is not None:  # which may be +inf
+    if sinks is not None:  # which may be +inf
         heads = slab.unfold(lse)
         torch.maximum(heads, sinks, out=heads)
-    acc.div_(total.clamp_(min=1.0).mul_(_kept_share(spec)))  # a live row's top weight is exp(0)
+    # a live row's top weight is exp(0)
+    acc.div_(total.clamp_(min=1.0).mul_(_kept_share(scores.options.dropout_p)))
     if touched is not None:
         acc.masked_fill_(touched > 0, float("nan"))
     return acc, lse
 
 
-def blockwise_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, spec: Spec, ranges: KeyRanges | None, mask_grad: bool,
-    first_batch: int,
-) -> Gradients:  # fmt: skip
-    """Gradients of q, k and v, and of a float mask if `mask_grad`, by recomputing the weights."""
-    problem = ScoreProblem(q, k, spec, ranges, first_batch)
+def blockwise_backward(call: Call, first_batch: int) -> Gradients:
+    """Gradients of q, k and v, and of a float mask if wanted, by recomputing the weights."""
+    (q, k, v), mask = call[:3], call.operands.attn_mask
+    grad_out, grad_lse, out, lse, mask_grad = call.saved
+    problem = ScoreProblem(call, attended_ranges(call), first_batch)
     dtype = problem.dtype
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    dmask = torch.zeros(spec.attn_mask.shape, dtype=dtype) if mask_grad else None
+    dmask = torch.zeros(mask.shape, dtype=dtype) if mask_grad else None
     # exp(s - lse) is the weight, and 0 in a dead row
     lse = lse.masked_fill(lse == float("-inf"), float("inf")).unsqueeze(-1)
     for slab in problem.slabs():
@@ -358,7 +350,7 @@ def blockwise_backward(
         dk[slab.batches, slab.heads] = slab.unfold_keys(walk.scores.unscaled(walk.dk))
         dv[slab.batches, slab.heads] = slab.unfold_keys(walk.dv)
     if dmask is not None:
-        dmask = torch.empty_like(spec.attn_mask).copy_(dmask)
+        dmask = torch.empty_like(mask).copy_(dmask)
     return Gradients(dq, dk, dv, dmask)
 
 
@@ -378,7 +370,7 @@ class _Backward:
 
     def rows(self, rows: slice, do: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         """Return dq of these rows, and add their share to dk, dv and dmask."""
-        scores, spec = self.scores, self.scores.spec
+        scores, dropout_p = self.scores, self.scores.options.dropout_p
         q = scores.queries(rows)
         bad = _bad_rows(q, do, lse, delta)
         if bad is not None:
@@ -393,8 +385,8 @@ class _Backward:
                 p.masked_fill_(attended & bad, math.nan)
             dp = scores.problem.products("gradients", do, self.v[:, tile.cols])
             dropped = p
-            if spec.dropout_p > 0:
-                factor = scores.survivors(tile).div_(_kept_share(spec))
+            if dropout_p > 0:
+                factor = scores.survivors(tile).div_(_kept_share(dropout_p))
                 dropped = p * factor
                 dp.mul_(factor)
             self.dv[:, tile.cols].baddbmm_(dropped.transpose(1, 2), do)
@@ -428,56 +420,47 @@ def _exp_(x: Tensor) -> Tensor:
     return x.mul_(1.0 / math.log(2.0)).exp2_()
 
 
-def _kept_share(spec: Spec) -> float:
-    return max(1.0 - spec.dropout_p, 2.0**-32)
+def _kept_share(dropout_p: float) -> float:
+    return max(1.0 - dropout_p, 2.0**-32)
 
 
 # Dense attention on CPU: the choice between aten's flash kernel and the blockwise engine.
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0
-) -> tuple[Tensor, Tensor]:
+def forward(call: Call, first_batch: int = 0) -> tuple[Tensor, Tensor]:
     """out and lse; `first_batch` is the batch index of the first element in the dropout stream."""
-    pieces = None if skipping_pays(spec) else plan(q, k, v, spec)
-    if pieces is not None:
-        return flash_forward(q, k, v, spec, pieces)
-    ranges = attended_ranges(spec, q.shape[2], k.shape[2])
-    return blockwise_forward(q, k, v, spec, ranges, first_batch)
+    pieces = None if skipping_pays(call.operands) else plan(call)
+    return blockwise_forward(call, first_batch) if pieces is None else flash_forward(call, pieces)
 
 
-def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, spec: Spec, mask_grad: bool = False, first_batch: int = 0,
-) -> Gradients:  # fmt: skip
-    """Gradients by the engine that runs the call; `out` and `lse` are the forward's results."""
-    plain = grad_lse is None and not mask_grad and not skipping_pays(spec)
-    pieces = plan_backward(grad_out, q, k, v, lse, spec) if plain else None
-    if pieces is not None:
-        grads = flash_backward(grad_out, q, k, v, out, lse, spec, pieces)
+def backward(call: Call, first_batch: int = 0) -> Gradients:
+    """Gradients by the engine that runs the call."""
+    grad_out, grad_lse, out, lse, mask_grad = call.saved
+    plain = grad_lse is None and not mask_grad and not skipping_pays(call.operands)
+    pieces, sinks = plan_backward(call) if plain else None, call.operands.sinks
+    if pieces is None:
+        grads = blockwise_backward(call, first_batch)
     else:
-        ranges = attended_ranges(spec, q.shape[2], k.shape[2])
-        grads = blockwise_backward(
-            grad_out, grad_lse, q, k, v, out, lse, spec, ranges, mask_grad, first_batch
-        )
-    if spec.sinks is None and grad_lse is None and _attends_one_key(k, v, out, lse, spec):
+        grads = flash_backward(call, pieces)
+    if sinks is not None:
+        return grads._replace(sinks=_sinks_gradient(grad_out, grad_lse, out, lse, sinks))
+    if grad_lse is None and _attends_one_key(call):
         # The weight is 1 whatever the score. Multiplied, because gradients that are NaN stay NaN.
         grads.query.mul_(0.0), grads.key.mul_(0.0)
-    if spec.sinks is None:
-        return grads
-    return grads._replace(sinks=_sinks_gradient(grad_out, grad_lse, out, lse, spec.sinks))
+    return grads
 
 
-def _attends_one_key(k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: Spec) -> bool:
+def _attends_one_key(call: Call) -> bool:
     """Whether no row attends more than one key.
 
-    A call with one key may be a part of attention over more keys, which `out` and `lse` belong to.
-    With dropout it is none if it has a seed.
+    A call with one key may be a part of attention over more keys, which its saved `out` and `lse`
+    belong to. With dropout it is none if it has a seed.
     """
+    k, v, out, lse = call.key, call.value, call.saved.out, call.saved.lse
     if k.shape[2] != 1 or not k.numel():
         return k.shape[2] == 1
-    if spec.dropout_p:
-        return not is_words(spec.dropout_seed)
+    if call.options.dropout_p:
+        return not is_words(call.operands.dropout_seed)
     is_value = out.unflatten(1, (k.shape[1], -1)) == v.unsqueeze(2)
     return bool((is_value.all(-1).flatten(1, 2) | (lse == float("-inf"))).all())
 

@@ -13,27 +13,26 @@ from torch import Tensor
 from fa_ops.backends import quantization
 from fa_ops.backends.cpu.scores import KeyRanges, attended_ranges, cut
 from fa_ops.backends.quantization import WEIGHT_SCALE, Quantised
-from fa_ops.call.options import Quantization, Spec, default_scale
+from fa_ops.call.call import Call
 
 LOG2E = math.log2(math.e)
 SCORES = 2**20  # scores of a block of rows
 
 
-def quantized_forward(
-    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def quantized_forward(call: Call) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) in q's dtype, bfloat16 for e4m3, and lse (B, Hq, Sq) in float32."""
+    q, k, v = call[:3]
     B, Hq, Sq, _ = q.shape
     Sk, group = k.shape[2], Hq // k.shape[1]
-    eight = quantization.quantised(q, k, v, how, spec, torch.float32)
-    ranges = attended_ranges(spec, Sq, Sk)
+    eight = quantization.quantised(call, torch.float32)
+    ranges = attended_ranges(call)
     dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
     out = torch.empty_permuted((B, Hq, Sq, v.shape[3]), (0, 2, 1, 3), dtype=dtype)
     lse = torch.empty(B, Hq, Sq, dtype=torch.float32)
     step = max(1, SCORES // Sk)
     for b in range(B):
         for h in range(Hq):
-            head = _Head(eight, ranges, spec, b, h, h // group)
+            head = _Head(eight, ranges, call, b, h, h // group)
             for start in range(0, Sq, step):
                 rows = slice(start, min(start + step, Sq))
                 o, m = head.attend(rows)
@@ -45,16 +44,16 @@ class _Head:
     """The numbers of one query head and of its key head."""
 
     def __init__(
-        self, eight: Quantised, ranges: KeyRanges | None, spec: Spec, b: int, h: int, kv_h: int
+        self, eight: Quantised, ranges: KeyRanges | None, call: Call, b: int, h: int, kv_h: int
     ) -> None:
         self.q, self.k, self.v = eight.query[b, h], eight.key[b, kv_h], eight.value[b, kv_h]
-        scale = default_scale(spec, self.q.shape[1])
-        self.q_scale = _part(eight.q_scale, b, h) * scale
+        self.q_scale = _part(eight.q_scale, b, h) * call.scale
         self.k_scale = _part(eight.k_scale, b, kv_h).transpose(0, 1)
         self.v_scale = _part(eight.v_scale, b, kv_h)
         self.offset = None if eight.offset is None else eight.offset[b, h]
-        self.sink = None if spec.sinks is None else spec.sinks[h].float()
-        self.softcap = spec.softcap
+        sinks = call.operands.sinks
+        self.sink = None if sinks is None else sinks[h].float()
+        self.softcap = call.options.softcap
         self.ranges = None if ranges is None else KeyRanges(*(_part(x, b, h) for x in ranges))
 
     def attend(self, rows: slice) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fa_ops.backends import dropout
 from fa_ops.backends.mask_blocks import EMPTY, FULL, listed_states
-from fa_ops.call.options import MASK_BLOCK, Spec, default_scale
+from fa_ops.call.call import Call
+from fa_ops.call.options import MASK_BLOCK, Operands
 
 # Memory layouts and dtypes of the CPU engines.
 
@@ -118,10 +119,10 @@ class ScoreTile(NamedTuple):
 class ScoreProblem:
     """The scores of one call, divided into slabs of heads and blocks of rows."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, spec: Spec, ranges: KeyRanges | None, first_batch: int
-    ) -> None:
-        self.q, self.k, self.spec, self.ranges, self.first_batch = q, k, spec, ranges, first_batch
+    def __init__(self, call: Call, ranges: KeyRanges | None, first_batch: int) -> None:
+        q, k = call.query, call.key
+        self.call, self.q, self.k = call, q, k
+        self.ranges, self.first_batch = ranges, first_batch
         self.dtype = accumulator(q.dtype)
         self.group = q.shape[1] // k.shape[1]
         self.rows = max(1, min(q.shape[2], ROWS // self.group))
@@ -129,8 +130,8 @@ class ScoreProblem:
         self.cols = min(k.shape[2], max(COLS, ROWS * COLS // rows))
         self.heads = max(1, SLAB * torch.get_num_threads() // (rows * self.cols))
         self.states = None  # of the mask's tiles, as `listed_states` returns them
-        if spec.mask_blocks is not None:
-            self.states = listed_states(spec.mask_blocks, spec.attn_mask)
+        if call.operands.mask_blocks is not None:
+            self.states = listed_states(call.operands.mask_blocks, call.operands.attn_mask)
         self.buffers: dict[str, Tensor] = {}
 
     def slabs(self) -> Iterator[Slab]:
@@ -161,29 +162,30 @@ class Scores:
     """The scores of one slab."""
 
     def __init__(self, problem: ScoreProblem, slab: Slab) -> None:
-        self.problem, self.slab, self.spec = problem, slab, problem.spec
+        call, self.problem, self.slab = problem.call, problem, slab
+        self.operands, self.options = call.operands, call.options
         self.Hq, self.Sq, self.Sk = *problem.q.shape[1:3], problem.k.shape[2]
         self.k = slab.keys(problem.k, problem.dtype)
         self.clean_k, self.bad_keys = without_nan(self.k)
         # an upper bound of the scores before ALiBi and mask; not finite if q or k is not
-        self.scale = default_scale(self.spec, self.k.shape[2])
+        self.scale = call.scale
         longest = longest_row(slab.spread(problem.q)) * longest_row(self.k)
         self.bound = abs(self.scale) * longest.item()
-        self.cap = _cap_that_matters(self.spec.softcap, self.bound, problem.dtype)
+        self.cap = _cap_that_matters(self.options.softcap, self.bound, problem.dtype)
         self.factor = _factor(self.scale, self.cap, problem.dtype)
         self.ranges = self.keep = self.bias = self.slopes = self.states = None
         if problem.ranges is not None:
             self.ranges = KeyRanges(*(slab.spread(x) for x in problem.ranges))
-        if self.spec.attn_mask is not None:
-            mask = slab.spread(four_dims(self.spec.attn_mask.detach()))
+        if self.operands.attn_mask is not None:
+            mask = slab.spread(four_dims(self.operands.attn_mask.detach()))
             self.keep, self.bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
         if problem.states is not None:
             self.states = MaskStates(slab.spread(problem.states))
-        if self.spec.alibi_slopes is not None:
-            slopes = self.spec.alibi_slopes.to(problem.dtype).view(-1, self.Hq, 1, 1)
+        if self.operands.alibi_slopes is not None:
+            slopes = self.operands.alibi_slopes.to(problem.dtype).view(-1, self.Hq, 1, 1)
             self.slopes = slab.spread(slopes)
             # query i has position i + offset
-            self.offset = slab.spread(key_lengths(self.spec, self.Sk)) - self.Sq
+            self.offset = slab.spread(key_lengths(call)) - self.Sq
         # masked scores too: an infinite slope times a distance of 0 is NaN
         self.may_be_nan = not (
             math.isfinite(self.bound)
@@ -256,7 +258,7 @@ class Scores:
     def survivors(self, tile: ScoreTile) -> Tensor:
         """Dropout's mask (n, group * rows, cols): 1 where a weight is kept, else 0."""
         i, j = self._indices(tile)
-        seed, p = self.spec.dropout_seed, self.spec.dropout_p
+        seed, p = self.operands.dropout_seed, self.options.dropout_p
         if dropout.is_words(seed):
             keep = dropout.kept(self.slab.spread(seed.unsqueeze(3))[..., tile.rows, :], j, p)
         else:
@@ -331,29 +333,32 @@ class KeyRanges(NamedTuple):
         return int(self.lo.max()), int(self.hi.min())
 
 
-def key_lengths(spec: Spec, Sk: int) -> Tensor:
+def key_lengths(call: Call) -> Tensor:
     """Number of keys per batch element, int32 (B or 1, 1, 1, 1)."""
-    if spec.kv_lens is None:
+    Sk, lens = call.key.shape[2], call.operands.kv_lens
+    if lens is None:
         return torch.full((1, 1, 1, 1), Sk, dtype=torch.int32)
-    return spec.kv_lens.clamp(0, Sk).view(-1, 1, 1, 1)
+    return lens.clamp(0, Sk).view(-1, 1, 1, 1)
 
 
-def attended_ranges(spec: Spec, Sq: int, Sk: int) -> KeyRanges | None:
+def attended_ranges(call: Call) -> KeyRanges | None:
     """The key range of every row, in O(Sq) memory, or None if every row attends every key."""
-    right = 0 if spec.is_causal else spec.window_right
-    bounded = right >= 0 or spec.window_left >= 0
-    if not bounded and spec.kv_lens is None and spec.key_ranges is None:
+    Sq, Sk, ranges = call.query.shape[2], call.key.shape[2], call.operands.key_ranges
+    left = call.options.window_left
+    right = 0 if call.options.is_causal else call.options.window_right
+    bounded = right >= 0 or left >= 0
+    if not bounded and call.operands.kv_lens is None and ranges is None:
         return None
-    hi = key_lengths(spec, Sk)
+    hi = key_lengths(call)
     lo = torch.zeros_like(hi)
     if bounded:
         diagonal = torch.arange(Sq, dtype=torch.int32).view(Sq, 1) + (hi - Sq)
         if right >= 0:
             hi = torch.minimum(hi, diagonal + (min(right, Sq) + 1))
-        if spec.window_left >= 0:
-            lo = diagonal - min(spec.window_left, Sk)
-    if spec.key_ranges is not None:
-        first, last = spec.key_ranges.split(1, -1)
+        if left >= 0:
+            lo = diagonal - min(left, Sk)
+    if ranges is not None:
+        first, last = ranges.split(1, -1)
         lo, hi = torch.maximum(lo, first), torch.minimum(hi, last)
     lo, hi = torch.broadcast_tensors(lo.clamp(min=0), hi.clamp(max=Sk))
     dead = hi <= lo
@@ -398,9 +403,9 @@ def _tiles(part: slice, count: int) -> range:
     return range(part.start // MASK_BLOCK, -(-part.stop // MASK_BLOCK))
 
 
-def skipping_pays(spec: Spec) -> bool:
+def skipping_pays(operands: Operands) -> bool:
     """Whether `mask_blocks` leave so few tiles that a loop over them is faster than all of them."""
-    if spec.mask_blocks is None:
+    if operands.mask_blocks is None:
         return False
-    states = listed_states(spec.mask_blocks, spec.attn_mask)
+    states = listed_states(operands.mask_blocks, operands.attn_mask)
     return int((states != EMPTY).sum()) <= _SHARE_THAT_PAYS * states.numel()

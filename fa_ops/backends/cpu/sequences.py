@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fa_ops.backends import rotary
 from fa_ops.backends.cpu import dense, scores
-from fa_ops.call.options import Cache, Gradients, Packing, Spec
+from fa_ops.call.call import Call, Saved
+from fa_ops.call.options import Gradients, Operands
 
 # Packed sequences on CPU: one dense call per group of adjacent sequences of equal lengths.
 
@@ -31,19 +32,21 @@ class Batch(NamedTuple):
         """View (Hq, T) as (size, Hq, S)."""
         return lse[:, self.queries].unflatten(1, (self.size, -1)).transpose(0, 1)
 
-    def spec(self, spec: Spec) -> Spec:
-        """The part of a spec that applies to these sequences."""
-        some, slopes = slice(self.b, self.b + self.size), spec.alibi_slopes
-        return spec._replace(
-            alibi_slopes=slopes[some] if slopes is not None and slopes.dim() == 2 else slopes,
-            kv_lens=None if spec.kv_lens is None else spec.kv_lens[some],
-        )
+    def call(self, call: Call) -> Call:
+        """The dense call of these sequences, or its backward pass."""
+        saved, q, k, v = call.saved, call.query, call.key, call.value
+        if saved is not None:
+            grad_lse = None if saved.grad_lse is None else self.dense_lse(saved.grad_lse)
+            grad_out, out = (self.dense(x, self.queries) for x in (saved.grad_out, saved.out))
+            saved = Saved(grad_out, grad_lse, out, self.dense_lse(saved.lse))
+        tensors = self.dense(q, self.queries), self.dense(k, self.keys), self.dense(v, self.keys)
+        return call.rows(slice(self.b, self.b + self.size), *tensors, saved)
 
 
-def _batches(packing: Packing, Tq: int, Tk: int) -> Iterator[Batch]:
+def _batches(call: Call) -> Iterator[Batch]:
     """All sequences with queries. Borders are clamped, so wrong ones cannot read out of bounds."""
-    ends_q = packing.cu_seqlens_q.clamp(0, Tq).tolist()
-    ends_k = packing.cu_seqlens_k.clamp(0, Tk).tolist()
+    ends_q = call.operands.cu_seqlens_q.clamp(0, call.query.shape[0]).tolist()
+    ends_k = call.operands.cu_seqlens_k.clamp(0, call.key.shape[0]).tolist()
     lengths = [
         (max(0, ends_q[b + 1] - ends_q[b]), max(0, ends_k[b + 1] - ends_k[b]))
         for b in range(len(ends_q) - 1)
@@ -61,45 +64,35 @@ def _batches(packing: Packing, Tq: int, Tk: int) -> Iterator[Batch]:
         b = last
 
 
-def varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def varlen_forward(call: Call) -> tuple[Tensor, Tensor]:
     """out (Tq, Hq, Dv) and lse (Hq, Tq)."""
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    q, sinks = call.query, call.operands.sinks
+    out = q.new_zeros(q.shape[0], q.shape[1], call.value.shape[2])
     lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=scores.accumulator(q.dtype))
-    for batch in _batches(packing, q.shape[0], k.shape[0]):
+    for batch in _batches(call):
         if batch.keys.start == batch.keys.stop:
-            if spec.sinks is not None:
-                lse[:, batch.queries] = spec.sinks.to(lse.dtype).view(-1, 1)
+            if sinks is not None:
+                lse[:, batch.queries] = sinks.to(lse.dtype).view(-1, 1)
             continue
-        tensors = (batch.dense(q, batch.queries), *(batch.dense(x, batch.keys) for x in (k, v)))
-        o, m = dense.forward(*tensors, batch.spec(spec), batch.b)
+        o, m = dense.forward(batch.call(call), batch.b)
         batch.dense(out, batch.queries).copy_(o)
         batch.dense_lse(lse).copy_(m)
     return out, lse
 
 
-def varlen_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, packing: Packing, spec: Spec,
-) -> Gradients:  # fmt: skip
+def varlen_backward(call: Call) -> Gradients:
     """Gradients of packed q, k and v, and of sinks."""
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    sinks, dsinks = spec.sinks, None
+    dq, dk, dv = (torch.zeros_like(x) for x in call[:3])
+    sinks, grad_lse, dsinks = call.operands.sinks, call.saved.grad_lse, None
     if sinks is not None:
-        dsinks = torch.zeros(q.shape[1], dtype=lse.dtype)
-        spec = spec._replace(sinks=sinks.to(lse.dtype))
-    for batch in _batches(packing, q.shape[0], k.shape[0]):
-        dlse = None if grad_lse is None else batch.dense_lse(grad_lse)
+        dsinks = torch.zeros(call.query.shape[1], dtype=call.saved.lse.dtype)
+        call = call.changed(sinks=sinks.to(dsinks.dtype))
+    for batch in _batches(call):
         if batch.keys.start == batch.keys.stop:
-            if dsinks is not None and dlse is not None:
-                dsinks += dlse.sum((0, 2))
+            if dsinks is not None and grad_lse is not None:
+                dsinks += batch.dense_lse(grad_lse).sum((0, 2))
             continue
-        do, qs, o = (batch.dense(x, batch.queries) for x in (grad_out, q, out))
-        ks, vs = batch.dense(k, batch.keys), batch.dense(v, batch.keys)
-        grads = dense.backward(
-            do, dlse, qs, ks, vs, o, batch.dense_lse(lse), batch.spec(spec), first_batch=batch.b
-        )
+        grads = dense.backward(batch.call(call), batch.b)
         batch.dense(dq, batch.queries).copy_(grads.query)
         batch.dense(dk, batch.keys).copy_(grads.key)
         batch.dense(dv, batch.keys).copy_(grads.value)
@@ -116,37 +109,38 @@ def varlen_backward(
 _FP8 = torch.float8_e4m3fn
 
 
-def cache_forward(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def cache_forward(call: Call) -> tuple[Tensor, Tensor]:
     """Append the new keys and values, if any, then attend."""
-    lens = spec.kv_lens.long()
-    if cache.key is not None:
-        _append(k, v, cache, lens)
-        lens = lens + cache.key.shape[2]
+    (q, k, v), tensors, interleaved = call[:3], call.operands, call.options.rotary_interleaved
+    lens, table = tensors.kv_lens.long(), tensors.page_table
+    if tensors.new_key is not None:
+        _append(k, v, tensors, lens, interleaved)
+        lens = lens + tensors.new_key.shape[2]
     if not q.numel():  # which aten's kernel divides by
         lse = torch.empty(q.shape[:3], dtype=scores.accumulator(q.dtype))
         return scores.empty_out(q, v), lse
-    if cache.rotary_cos is not None:
+    if tensors.rotary_cos is not None:
         steps = torch.arange(q.shape[2]) - q.shape[2]
-        q = _rotated(q, cache, (lens[:, None] + steps).clamp_(min=0))
+        q = _rotated(q, tensors, interleaved, (lens[:, None] + steps).clamp_(min=0))
     longest = max(int(lens.max()), 1)
-    keys = _keys(k, cache, cache.k_scale, q.dtype, len(q), longest)
-    values = _keys(v, cache, cache.v_scale, q.dtype, len(q), longest)
-    return dense.forward(q, keys, values, spec._replace(kv_lens=lens.int()))
+    keys = _keys(k, table, tensors.k_scale, q.dtype, len(q), longest)
+    values = _keys(v, table, tensors.v_scale, q.dtype, len(q), longest)
+    attend = call._replace(operands=tensors._replace(kv_lens=lens.int()))
+    return dense.forward(attend.rows(slice(None), q, keys, values))
 
 
 def _keys(
-    x: Tensor, cache: Cache, scale: Tensor | None, dtype: torch.dtype, rows: int, longest: int
-) -> Tensor:
+    x: Tensor, table: Tensor | None, scale: Tensor | None, dtype: torch.dtype, rows: int,
+    longest: int,
+) -> Tensor:  # fmt: skip
     """The first `longest` keys of every one of `rows` sequences, (B, Hkv, longest, D)."""
     pages, at = None, torch.arange(longest).expand(rows, longest)
-    if cache.page_table is None:
+    if table is None:
         x = x[:, :, :longest]
     else:
         used = -(-longest // x.shape[1])
         # page table entries beyond a sequence's end may be invalid; kv_lens masks their keys
-        pages = cache.page_table[:, :used].long().clamp(0, x.shape[0] - 1)
+        pages = table[:, :used].long().clamp(0, x.shape[0] - 1)
         size = x.shape[1]
         x = x.view(torch.uint8)[pages].view(_FP8) if x.dtype == _FP8 else x[pages]
         x = x.flatten(1, 2)[:, :longest].transpose(1, 2)
@@ -166,14 +160,15 @@ def _factors(scale: Tensor, pages: Tensor | None, at: Tensor) -> Tensor:
     return scale[pages, at % scale.shape[1]].transpose(1, 2).unsqueeze(-1)
 
 
-def _append(k: Tensor, v: Tensor, cache: Cache, lens: Tensor) -> None:
+def _append(k: Tensor, v: Tensor, tensors: Operands, lens: Tensor, interleaved: bool) -> None:
     """Write the new keys (rotated) and values after the existing `lens` keys."""
-    B, _, Sn, _ = cache.key.shape
+    key, value, table = tensors.new_key, tensors.new_value, tensors.page_table
+    B, _, Sn, _ = key.shape
     at = lens[:, None] + torch.arange(Sn)  # (B, Sn)
     row = torch.arange(B)[:, None].expand(B, Sn)
-    key = cache.key if cache.rotary_cos is None else _rotated(cache.key, cache, at)
-    pages = None if cache.page_table is None else cache.page_table[row, at // k.shape[1]].long()
-    for memory, new, scale in ((k, key, cache.k_scale), (v, cache.value, cache.v_scale)):
+    key = key if tensors.rotary_cos is None else _rotated(key, tensors, interleaved, at)
+    pages = None if table is None else table[row, at // k.shape[1]].long()
+    for memory, new, scale in ((k, key, tensors.k_scale), (v, value, tensors.v_scale)):
         if memory.dtype == _FP8:
             new = new.float() if scale is None else new.float() / _factors(scale, pages, at)
             new = new.clamp(-448.0, 448.0).to(_FP8).view(torch.uint8)
@@ -185,6 +180,5 @@ def _append(k: Tensor, v: Tensor, cache: Cache, lens: Tensor) -> None:
             memory[pages, at % memory.shape[1]] = new
 
 
-def _rotated(x: Tensor, cache: Cache, positions: Tensor) -> Tensor:
-    cos, sin = cache.rotary_cos, cache.rotary_sin
-    return rotary.rotated(x, cos, sin, cache.rotary_interleaved, positions)
+def _rotated(x: Tensor, tensors: Operands, interleaved: bool, positions: Tensor) -> Tensor:
+    return rotary.rotated(x, tensors.rotary_cos, tensors.rotary_sin, interleaved, positions)

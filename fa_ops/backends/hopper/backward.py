@@ -55,7 +55,8 @@ from fa_ops.backends.hopper.runtime.launch import (
     processors,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
-from fa_ops.call.call import Call, Run, general
+from fa_ops.call.call import Call, Run
+from fa_ops.call.call import general_of_groups as general
 from fa_ops.call.options import NO_OPERANDS, Gradients, Operands, Spec, rows_are_aligned
 
 # maps and addresses; scalars and strides; a mask's bits; what `RareOptions` writes

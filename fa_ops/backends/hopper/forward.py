@@ -60,7 +60,8 @@ from fa_ops.backends.hopper.runtime.launch import (
     set_zero,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
-from fa_ops.call.call import Call, Run, general
+from fa_ops.call.call import Call, Run
+from fa_ops.call.call import general_of_groups as general
 from fa_ops.call.options import (
     NO_OPERANDS,
     Cache,

@@ -21,7 +21,8 @@ from fa_ops.backends.hopper.runtime.launch import (
     kernel,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout
-from fa_ops.call.call import Call, Run, Saved, general
+from fa_ops.call.call import Call, Run, Saved
+from fa_ops.call.call import general_of_groups as general
 from fa_ops.call.options import Gradients, Operands, Packing, Spec, rows_are_aligned
 
 _THREADS = 256

@@ -21,7 +21,8 @@ from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture, interpreter_error
 from fa_ops.backends.triton.masks import mask_blocks  # noqa: F401 - for fa::mask_blocks
 from fa_ops.backends.triton.merge import merge_into, merge_states  # noqa: F401 - for fa::merge_states
-from fa_ops.call.call import Call, Plan, decoding, general
+from fa_ops.call.call import Call, Plan, decoding
+from fa_ops.call.call import general_of_groups as general
 from fa_ops.call.options import (
     MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,

@@ -56,7 +56,8 @@ from fa_ops.backends.triton.primitives import (
     natural,
     store_tile,
 )
-from fa_ops.call.call import Call, Run, general
+from fa_ops.call.call import Call, Run
+from fa_ops.call.call import general_of_groups as general
 from fa_ops.call.options import ALIGNMENT, MAX_SHORT_ROWS, Gradients, Operands, Spec
 
 

@@ -14,6 +14,7 @@ from fa_ops.backends.cpu import dense
 from fa_ops.backends.cpu import scores as tiles
 from fa_ops.backends.cpu.scores import attended_ranges
 from fa_ops.bench.timing import peak_memory
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case
 from tests.kernels import assert_merges_into
@@ -136,7 +137,7 @@ def test_which_calls_use_the_aten_kernel(name, monkeypatch):
     if spec.key_ranges is not None:
         spec = spec._replace(key_ranges=spec.key_ranges.int())
     monkeypatch.setattr(dense, "MIN_PIECE_SCORES", 0)
-    pieces = dense.plan(q, k, v, spec)
+    pieces = dense.plan(Call.of(q, k, v, spec))
     assert (None if pieces is None else len(pieces)) == expected
 
 
@@ -147,13 +148,13 @@ def test_both_engines_agree(name, monkeypatch):
     q, k, v, _ = case.fresh()
     small = {n: getattr(spec, n) for n in ("kv_lens", "key_ranges")}
     spec = spec._replace(**{n: None if x is None else x.int() for n, x in small.items()})
-    ranges = attended_ranges(spec, case.Sq, case.Sk)
-    out, lse = cpu.forward(q, k, v, spec)
-    by_loop = dense.blockwise_forward(q, k, v, spec, ranges, 0)
+    call = Call.of(q, k, v, spec)
+    out, lse = cpu.forward(call)
+    by_loop = dense.blockwise_forward(call, 0)
     torch.testing.assert_close((out, lse), by_loop, rtol=1e-5, atol=1e-5)
     grad_out, _ = case.grad_outputs(out, lse)
-    grads = cpu.backward(grad_out, None, q, k, v, out, lse, spec)
-    by_loop = dense.blockwise_backward(grad_out, None, q, k, v, out, lse, spec, ranges, False, 0)
+    call = call._replace(saved=Saved(grad_out, None, out, lse))
+    grads, by_loop = cpu.backward(call), dense.blockwise_backward(call, 0)
     torch.testing.assert_close(tuple(grads[:3]), tuple(by_loop[:3]), rtol=1e-5, atol=1e-5)
 
 
@@ -172,10 +173,12 @@ def test_rows_with_nothing_to_attend(spec):
     case = make_case(Sq=9, Sk=5)
     q, k, v, _ = case.fresh()
     spec = spec._replace(is_causal=True)
-    out, lse = cpu.forward(q, k, v, spec)
+    out, lse = cpu.forward(Call.of(q, k, v, spec))
     assert (out[:, :, :4] == 0).all() and (lse[:, :, :4] == -math.inf).all()
     assert torch.isfinite(lse[:, :, 4:]).all()
-    grads = cpu.backward(torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, spec)
+    grads = cpu.backward(
+        Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), torch.ones_like(lse), out, lse))
+    )
     assert (grads.query[:, :, :4] == 0).all()
     assert all(torch.isfinite(g).all() for g in grads[:3])
 
@@ -185,12 +188,14 @@ def test_rows_with_nothing_to_attend(spec):
 def test_no_keys(spec, sinks):
     q, k, v, _ = make_case().fresh()
     spec = spec._replace(kv_lens=torch.zeros(2, dtype=torch.int32), sinks=sinks)
-    out, lse = cpu.forward(q, k, v, spec)
+    out, lse = cpu.forward(Call.of(q, k, v, spec))
     expected = (
         torch.full_like(lse, -math.inf) if sinks is None else sinks.view(-1, 1).expand_as(lse)
     )
     assert (out == 0).all() and (lse == expected).all()
-    grads = cpu.backward(torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, spec)
+    grads = cpu.backward(
+        Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), torch.ones_like(lse), out, lse))
+    )
     assert all((g == 0).all() for g in grads[:3])
     if sinks is not None:
         rows = 2.0 * 33
@@ -206,7 +211,9 @@ def test_lengths_and_ranges_outside_the_keys_are_clamped():
             alibi_slopes=torch.ones(4),
             is_causal=True,
         )
-        torch.testing.assert_close(cpu.forward(q, k, v, spec), reference.forward(q, k, v, spec))
+        torch.testing.assert_close(
+            cpu.forward(Call.of(q, k, v, spec)), reference.forward(Call.of(q, k, v, spec))
+        )
 
 
 POISON = {
@@ -232,12 +239,13 @@ def test_a_bad_key_or_value_reaches_only_the_rows_that_attend_it(name, poison, w
     case = make_case(Sq=40, Sk=40)
     q, k, v, _ = case.fresh()
     grad_out = case.grad_outputs(q, q[..., 0])[0]
-    clean = cpu.forward(q, k, v, spec)
-    clean_dq = cpu.backward(grad_out, None, q, k, v, *clean, spec).query
-    attended = reference.modify_scores(torch.zeros(2, 4, 40, 40), spec, 16)[..., 20] > -math.inf
+    clean = cpu.forward(Call.of(q, k, v, spec))
+    clean_dq = cpu.backward(Call.of(q, k, v, spec, saved=Saved(grad_out, None, *clean))).query
+    scores = reference.modify_scores(torch.zeros(2, 4, 40, 40), Call.of(q, k, v, spec))
+    attended = scores[..., 20] > -math.inf
     (v if where == "value" else k)[:, :, 20] = poison
-    out, lse = cpu.forward(q, k, v, spec)
-    dq = cpu.backward(grad_out, None, q, k, v, out, lse, spec).query
+    out, lse = cpu.forward(Call.of(q, k, v, spec))
+    dq = cpu.backward(Call.of(q, k, v, spec, saved=Saved(grad_out, None, out, lse))).query
     assert attended.any() and not attended.all()
     assert not torch.isnan(out[~attended]).any() and not torch.isnan(lse[~attended]).any()
     torch.testing.assert_close(out[~attended], clean[0][~attended])
@@ -253,7 +261,7 @@ def test_a_bad_key_or_value_reaches_only_the_rows_that_attend_it(name, poison, w
 def test_a_bad_query_reaches_its_row_however_few_keys_there_are(Sk, is_causal):
     q, k, v, spec = make_case(Sq=5, Sk=Sk, is_causal=is_causal).fresh()
     q[0, 1, 4] = math.nan
-    out, lse = cpu.forward(q, k, v, spec)
+    out, lse = cpu.forward(Call.of(q, k, v, spec))
     bad = torch.zeros(lse.shape, dtype=torch.bool)
     bad[0, 1, 4] = True
     assert torch.equal(out.isnan().all(-1), bad) and torch.equal(out.isnan().any(-1), bad)
@@ -293,7 +301,7 @@ def test_gradients_of_two_keys_are_those_of_two_calls_with_one_key():
 def test_a_bad_sink_reaches_its_head(softcap):
     q, k, v, spec = make_case(sinks=True, softcap=softcap).fresh()
     spec.sinks[2] = math.nan
-    out, lse = cpu.forward(q, k, v, spec)
+    out, lse = cpu.forward(Call.of(q, k, v, spec))
     assert torch.isnan(out[:, 2]).all() and torch.isnan(lse[:, 2]).all()
     assert torch.isfinite(out[:, [0, 1, 3]]).all()
 
@@ -301,18 +309,20 @@ def test_a_bad_sink_reaches_its_head(softcap):
 @pytest.mark.parametrize("where", ["mask", "slopes"])
 def test_a_bad_bias_reaches_no_row_that_masks_it(where):
     q, k, v, spec = make_case(window=(1, 0), Sq=9, Sk=9, mask="float", alibi="heads").fresh()
-    clean = cpu.forward(q, k, v, spec)
+    clean = cpu.forward(Call.of(q, k, v, spec))
     mask = spec.attn_mask.clone()
     if where == "mask":
         mask[..., 2, 5] = math.nan
         bad = spec._replace(attn_mask=mask)
-        torch.testing.assert_close(cpu.forward(q, k, v, bad), clean)
+        torch.testing.assert_close(cpu.forward(Call.of(q, k, v, bad)), clean)
     else:
         bad = spec._replace(
             alibi_slopes=torch.tensor([math.nan, 0, 0, 0]), kv_lens=torch.tensor([0, 9]).int()
         )
         torch.testing.assert_close(
-            cpu.forward(q, k, v, bad), reference.forward(q, k, v, bad), equal_nan=True
+            cpu.forward(Call.of(q, k, v, bad)),
+            reference.forward(Call.of(q, k, v, bad)),
+            equal_nan=True,
         )
 
 
@@ -333,7 +343,7 @@ def test_a_row_masked_by_the_lowest_finite_number_attends_all_keys(spec, dtype):
     q, k, v, _ = make_case(dtype=dtype).fresh()
     mask = torch.zeros(33, 47, dtype=dtype)
     mask[5] = torch.finfo(dtype).min
-    out, _ = cpu.forward(q, k, v, spec._replace(attn_mask=mask))
+    out, _ = cpu.forward(Call.of(q, k, v, spec._replace(attn_mask=mask)))
     mean = v.float().mean(2).repeat_interleave(2, 1)
     torch.testing.assert_close(out[:, :, 5].float(), mean, rtol=1e-2, atol=1e-2)
 
@@ -372,7 +382,8 @@ def test_tiles_outside_every_key_range_are_not_visited():
         (Spec(kv_lens=torch.tensor([256], dtype=torch.int32)), 16),
         (Spec(attn_mask=blocks), 16),
     ]:
-        problem = tiles.ScoreProblem(q, k, spec, attended_ranges(spec, 1024, 1024), 0)
+        call = Call.of(q, k, k, spec)
+        problem = tiles.ScoreProblem(call, attended_ranges(call), 0)
         problem.rows, problem.cols = 64, 256
         (slab,) = problem.slabs()
         scores = tiles.Scores(problem, slab)
@@ -399,10 +410,10 @@ def test_memory_is_linear_in_length(spec):
 def test_results_have_the_documented_layouts(name, layout, dtype):
     case = make_case(**vars(FEATURES[name]) | {"layout": layout, "dtype": dtype})
     q, k, v, spec = case.fresh()
-    out, lse = cpu.forward(q, k, v, spec)
+    out, lse = cpu.forward(Call.of(q, k, v, spec))
     assert out.dtype == dtype and out.transpose(1, 2).is_contiguous()
     assert lse.dtype == torch.float32 and lse.is_contiguous()
-    grads = cpu.backward(torch.ones_like(out), None, q, k, v, out, lse, spec)
+    grads = cpu.backward(Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse)))
     for grad, x in zip(grads, (q, k, v)):
         assert grad.dtype == dtype and grad.stride() == torch.empty_like(x).stride()
 
@@ -411,13 +422,11 @@ def test_results_have_the_documented_layouts(name, layout, dtype):
 def test_repeated_calls_are_bitwise_equal(name):
     case = FEATURES[name]
     q, k, v, spec = case.fresh()
-    out, lse = cpu.forward(q, k, v, spec)
-    again = cpu.forward(q, k, v, spec)
+    out, lse = cpu.forward(Call.of(q, k, v, spec))
+    again = cpu.forward(Call.of(q, k, v, spec))
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
-    cotangents = case.grad_outputs(out, lse)
-    first, second = (
-        cpu.backward(*cotangents, q, k, v, out, lse, spec, case.mask_grad) for _ in range(2)
-    )
+    saved = Saved(*case.grad_outputs(out, lse), out, lse, case.mask_grad)
+    first, second = (cpu.backward(Call.of(q, k, v, spec, saved=saved)) for _ in range(2))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, second))
 
 
@@ -453,8 +462,10 @@ def test_wrong_cu_seqlens_stay_inside_the_tensors(ends):
     right = torch.tensor([0, *[20] * (len(ends) - 1)], dtype=torch.int32)
     for pair in [(wrong, wrong), (wrong, right), (right, wrong)]:
         packing = Packing(*pair)
-        out, lse = cpu.varlen_forward(q, k, v, packing, spec)
-        grads = cpu.varlen_backward(out, None, q, k, v, out, lse, packing, spec)
+        out, lse = cpu.varlen_forward(Call.of(q, k, v, spec, packing=packing))
+        grads = cpu.varlen_backward(
+            Call.of(q, k, v, spec, packing=packing, saved=Saved(out, None, out, lse))
+        )
         assert all(torch.isfinite(x).all() for x in (out, *grads[:3]))
 
 
@@ -481,13 +492,11 @@ def test_merge_states_ignores_the_out_of_a_state_without_keys():
 
 
 def test_other_devices_and_dtypes_are_refused():
-    q, k, v, spec = Case().fresh()
+    q = Case().fresh()[0]
     assert cpu.available_error() is None
-    assert cpu.support_error(q, k, v, spec) is None
-    assert cpu.support_error(*(x.to("meta") for x in (q, k, v)), spec) == (
-        "runs on CPU tensors, got meta"
-    )
-    assert "got int32" in cpu.support_error(*(x.int() for x in (q, k, v)), spec)
+    assert cpu.support_error(q) is None
+    assert cpu.support_error(q.to("meta")) == "runs on CPU tensors, got meta"
+    assert "got int32" in cpu.support_error(q.int())
 
 
 def frames(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends import cpu, reference
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Spec
 from fa_ops.testing import assert_close_to_oracle, make_case
 
@@ -65,7 +66,7 @@ def test_nan_and_inf_reach_only_what_attends_them(name, where, poison, dtype, ls
     inputs, grad_out = [draw(4), draw(2), draw(2)], draw(4)
     grad_lse = torch.randn(2, 4, S, generator=g) if lse_grad else None
     clean = run(inputs, grad_out, grad_lse, options)
-    keep = reference.keep_mask(spec_of(options), 2, 4, S, S, grad_out.device)
+    keep = reference.keep_mask(Call.of(*inputs, spec_of(options)))
     if name == "mask":
         keep = keep & (options["attn_mask"] == 0)
     keep = keep.expand(2, 4, S, S)
@@ -104,12 +105,12 @@ def test_infinite_slopes_reach_no_masked_key(name, slope):
     g = torch.Generator().manual_seed(0)
     q, k, v, grad_out = (torch.randn(2, 4, S, 16, generator=g) for _ in range(4))
     spec = spec_of(FEATURES[name])._replace(alibi_slopes=torch.full((4,), slope))
-    out, lse = cpu.forward(q, k, v, spec)
-    expected, expected_lse = reference.forward(q, k, v, spec)
+    out, lse = cpu.forward(Call.of(q, k, v, spec))
+    expected, expected_lse = reference.forward(Call.of(q, k, v, spec))
     torch.testing.assert_close(out, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, expected_lse, equal_nan=True)
-    grads = cpu.backward(grad_out, None, q, k, v, out, lse, spec)[:3]
-    expected = reference.backward(grad_out, None, q, k, v, out, lse, spec)[:3]
+    grads = cpu.backward(Call.of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))[:3]
+    expected = reference.backward(Call.of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))[:3]
     torch.testing.assert_close(grads, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 

@@ -7,6 +7,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends import reference
+from fa_ops.call.call import Call
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 
 FEATURES = {
@@ -64,7 +65,7 @@ def test_a_cache_call_attends_the_existing_keys():
     """The oracle of caches against the oracle of plain attention, so that neither is alone."""
     q, k, v, cache, spec = CacheCase(Sq=3, S=40, lens=(40, 40), page_size=8).fresh()
     keys, values = (x[cache.page_table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
-    out = reference.cache_forward(q, k, v, cache, spec)[0]
+    out = reference.cache_forward(Call.of(q, k, v, spec, cache=cache))[0]
     torch.testing.assert_close(out, fa_ops.attention(q, keys, values, backend="reference"))
 
 

@@ -179,7 +179,7 @@ def write_as_defined(k, v, cache, spec):
     paged, new = cache.page_table is not None, cache.key.shape[2]
     size = k.shape[1] if paged else 1
     capacity = cache.page_table.shape[1] * size if paged else k.shape[2]
-    lens = spec.kv_lens.long()
+    lens, call = spec.kv_lens.long(), Call.of(None, k, v, spec, cache=cache)
     for b, length in enumerate(lens.tolist()):
         for n in range(new):
             at = length + n
@@ -189,12 +189,12 @@ def write_as_defined(k, v, cache, spec):
             position = torch.tensor([at])
             if cache.rotary_cos is not None:
                 position = position.clamp(max=len(cache.rotary_cos) - 1)
-            key = reference.rotate(cache.key[b, :, n : n + 1].double(), cache, position)
+            key = reference.rotate(cache.key[b, :, n : n + 1].double(), call, position)
             pairs = (v, cache.value[b, :, n : n + 1], cache.v_scale), (k, key, cache.k_scale)
             for memory, x, scale in pairs:
-                factor = reference.scales(scale, cache, b, range(at, at + 1), size)
+                factor = reference.scales(scale, cache.page_table, b, range(at, at + 1), size)
                 x = reference.quantised(x.to(cache.key.dtype).double(), factor, memory.dtype)
-                view, index = reference.slots(memory, cache, b, at, at + 1)
+                view, index = reference.slots(memory, cache.page_table, b, at, at + 1)
                 view[index] = x.transpose(0, 1).view(view.dtype)
     return (lens + new).clamp(0, capacity)
 
@@ -204,7 +204,8 @@ def rotated_as_defined(q, cache, lens):
         at = torch.arange(length - q.shape[2], length)
         return at.clamp(0, len(cache.rotary_cos) - 1)
 
-    rows = [reference.rotate(x.double(), cache, positions(n)) for x, n in zip(q, lens.tolist())]
+    call = Call.of(q, None, None, cache=cache)
+    rows = [reference.rotate(x.double(), call, positions(n)) for x, n in zip(q, lens.tolist())]
     return torch.stack(rows).to(q.dtype)
 
 

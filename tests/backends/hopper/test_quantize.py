@@ -8,6 +8,7 @@ import torch
 from fa_ops.backends import quantization
 from fa_ops.backends.hopper import eight_bit
 from fa_ops.backends.hopper.kernel_plan import Geometry
+from fa_ops.call.call import Call
 from fa_ops.call.options import Operands, Quantization, Spec
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
@@ -58,7 +59,9 @@ def test_numbers_are_those_of_the_definition(D, Dv, Sq, Sk, rotate, lens, driver
     defines = eight_bit.quantize_defines(q.dtype, D, Dv, False, rotate)
     wrong = cuda_quantized.quantisation(tmp_path, "quantise", defines).run(params, grid[0], 0)
     assert wrong is None, wrong
-    wanted = quantization.quantised(q, k, v, how, Spec(kv_lens=kv_lens), torch.float64)
+    wanted = quantization.quantised(
+        Call.of(q, k, v, Spec(kv_lens=kv_lens), quantization=how), torch.float64
+    )
     e4m3, blocks = torch.float8_e4m3fn, plan.blocks
     scale = read(found.q_scale, (B, Hq, Sq), torch.float32)
     number = read(found.query, (B, Hq, Sq, D), e4m3)

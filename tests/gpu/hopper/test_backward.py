@@ -8,6 +8,7 @@ import torch
 
 from fa_ops.backends import reference
 from fa_ops.backends.hopper import backward
+from fa_ops.call.call import Call
 from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import Arena, Case, PackedCase, assert_right, random_case
 from tests.gpu import hopper_calls
@@ -100,7 +101,7 @@ def assert_isolated(grads, clean, queries, keys):
 def gradients_by(q, k, v, grad_out, spec, grad_lse=None, poison=None, kept=None):
     """Gradients, given an out and an lse that contain NaN in affected rows only."""
     clean = [x.nan_to_num(0, 0, 0).double() for x in (q, k, v)]
-    out, lse = reference.forward(*clean, spec)
+    out, lse = reference.forward(Call.of(*clean, spec))
     if poison in ("key", "value", "query"):
         out[kept] = math.nan
     if poison in ("key", "query"):
@@ -192,7 +193,7 @@ def test_sequences(D, deterministic, operand, feature):
     spec = Spec(is_causal=feature != "full", deterministic=deterministic, alibi_slopes=slopes)
     packing = Packing(ends, ends)
     q, k, v, _ = (x.double() for x in tensors)
-    out, lse = reference.varlen_forward(q, k, v, packing, spec)
+    out, lse = reference.varlen_forward(Call.of(q, k, v, spec, packing=packing))
     out, lse = out.bfloat16().contiguous(), lse.float().contiguous()
 
     def solve():
@@ -254,7 +255,7 @@ def test_softcaps(D, Dv, deterministic, softcap):
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     # the oracle cannot differentiate softcaps of 1e-40 or 1e300 in float64
     exact = spec._replace(softcap=min(max(softcap, 1e-12), 1e12))
-    out, _ = reference.forward(*leaves, exact)
+    out, _ = reference.forward(Call.of(*leaves, exact))
     expected = torch.autograd.grad(out, leaves, grad_out.double())
     for x, y in zip(grads, expected):
         assert (x.double() - y).abs().max() <= 0.02 * y.abs().max() + 1e-6

@@ -190,7 +190,9 @@ def test_one_cuda_graph_serves_every_length(page_size, rotary):
         spec.kv_lens.copy_(torch.tensor(lengths))
         for _ in range(min(3, 2048 - max(lengths))):
             q.normal_(), cache.key.normal_(), cache.value.normal_()
-            expected = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)[0]
+            expected = reference.cache_forward(Call.of(q, k.clone(), v.clone(), spec, cache=cache))[
+                0
+            ]
             graph.replay()
             assert relative_error(captured, expected) < 1e-2
 
@@ -267,7 +269,7 @@ def test_new_numbers_that_are_not_finite(prepare):
     found, wanted = ((k.clone(), v.clone()) for _ in range(2))
     call = Call.of(q, *found, spec, cache=cache)
     prepare(call)(q, *found, call.operands)
-    reference.cache_forward(q, *wanted, cache, spec)
+    reference.cache_forward(Call.of(q, *wanted, spec, cache=cache))
     for x, y in zip(found, wanted, strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
@@ -340,7 +342,7 @@ def test_keys_in_missing_pages_are_masked_out(D, page_size, is_causal):
     if is_causal:
         position = spec.kv_lens.view(-1, 1, 1, 1) + torch.arange(64, device="cuda").view(-1, 1) - 64
         mask = mask & (keys <= position)
-    expected = reference.dense(q.double(), k, v, Spec(attn_mask=mask))
+    expected = reference.dense(Call.of(q.double(), k, v, Spec(attn_mask=mask)))
     assert relative_error(out, expected[0]) < 1e-2
     torch.testing.assert_close(lse.double(), expected[1].double(), atol=2e-3, rtol=1e-4)
 
@@ -359,7 +361,7 @@ def test_one_cuda_graph_serves_prompts_of_every_length():
     for step in range(4):
         q.normal_()
         spec.kv_lens.random_(0, 2000)
-        expected = reference.cache_forward(q, k, v, cache, spec)[0]
+        expected = reference.cache_forward(Call.of(q, k, v, spec, cache=cache))[0]
         graph.replay()
         assert relative_error(captured[0], expected) < 1e-2, step
 
@@ -391,7 +393,7 @@ def test_public_functions_select_the_kernel_of_prompts(page_size):
     one_kv = (k, v) if page_size else (k[one], v[one])
     one_spec = spec._replace(kv_lens=spec.kv_lens[one])
     assert chosen(q[one, :8, :17], *one_kv, one_spec, one_cache) is hopper
-    expected = reference.cache_forward(q, k, v, cache, spec)
+    expected = reference.cache_forward(Call.of(q, k, v, spec, cache=cache))
     for _ in range(3):
         out, lse = fa_ops.attention_with_kv_cache(
             q, k, v, spec.kv_lens, cache.page_table, True, return_lse=True

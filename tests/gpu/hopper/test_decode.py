@@ -7,6 +7,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends import hopper, reference
+from fa_ops.call.call import Call
 from fa_ops.call.options import Cache, Spec
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from tests.gpu import hopper_calls
@@ -106,7 +107,7 @@ def test_scales_that_differ_by_powers(page_size, token_scales):
     for v_scale in (scale, scale * 2.0**-60, torch.zeros_like(scale)):
         own = cache._replace(v_scale=v_scale)
         out, lse = hopper_calls.cache_forward(q, k, v, own, spec)
-        expected, expected_lse = reference.cached(q, k, v, own, spec)
+        expected, expected_lse = reference.cached(Call.of(q, k, v, spec, cache=own))
         unit = expected.abs().amax((-1, -2), keepdim=True).clamp(min=1e-25)
         assert ((out.double() - expected).abs() / unit).max() < 2e-2
         torch.testing.assert_close(lse.double(), expected_lse, atol=2e-4, rtol=1e-5)
@@ -122,7 +123,7 @@ def test_one_scale_alone(scales, page_size):
     q, k, v, cache, spec = case.fresh()
     cache = cache._replace(**{"v_scale" if scales == "key" else "k_scale": None})
     out, _ = hopper_calls.cache_forward(q, k, v, cache, spec)
-    expected, _ = reference.cached(q, k, v, cache, spec)
+    expected, _ = reference.cached(Call.of(q, k, v, spec, cache=cache))
     assert relative_error(out, expected) < 1e-2
 
 
@@ -198,7 +199,7 @@ def test_one_cuda_graph_serves_every_length():
     for step in range(8):
         q.normal_()
         spec.kv_lens.random_(0, 9000)
-        expected = reference.cache_forward(q, k, v, cache, spec)[0]
+        expected = reference.cache_forward(Call.of(q, k, v, spec, cache=cache))[0]
         graph.replay()
         assert relative_error(captured[0], expected) < 1e-2, step
         assert torch.equal(captured[0], repeated[0])
@@ -223,7 +224,7 @@ def test_dense_calls(B, S):
     q = torch.randn(B, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(B, 2, S, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out, lse = hopper_calls.forward(q, k, v, Spec())
-    expected = reference.dense(q.double(), k.double(), v.double(), Spec())
+    expected = reference.dense(Call.of(q.double(), k.double(), v.double(), Spec()))
     assert relative_error(out, expected[0]) < 1e-2
     torch.testing.assert_close(lse.double(), expected[1].double(), atol=2e-4, rtol=1e-5)
 
@@ -288,7 +289,7 @@ def test_public_functions_select_the_kernel():
     many = q.repeat(1, 1, 8, 1)
     assert fa_ops.explain(many, k, v).backend == "hopper"  # more rows than decoding has: prefill
     assert chosen(q, k, v, Spec()) is chosen(many, k, v, Spec()) is hopper
-    expected = reference.dense(q.double(), k.double(), v.double(), Spec())[0]
+    expected = reference.dense(Call.of(q.double(), k.double(), v.double(), Spec()))[0]
     for _ in range(3):
         assert relative_error(fa_ops.attention(q, k, v, backend="hopper"), expected) < 1e-2
     lens = torch.full((2,), 4000, device="cuda", dtype=torch.int32)

@@ -8,6 +8,7 @@ import torch
 import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends.hopper import forward
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import Arena, Case, assert_close_to_oracle, assert_right
 from fa_ops.testing.caches import CacheCase, assert_cache_close
@@ -227,7 +228,7 @@ def _assert_close(actual, expected, dtype):
 def test_dense(D, keys, options, dtype):
     q, k, v = _problem(D, dtype, keys)
     spec = Spec(**OPTIONS[options])
-    exact = reference.forward(q.double(), k.double(), v.double(), spec)
+    exact = reference.forward(Call.of(q.double(), k.double(), v.double(), spec))
     _assert_close(hopper_calls.forward(q, k, v, spec), exact, dtype)
 
 
@@ -237,7 +238,9 @@ def test_packed(D, keys):
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in _problem(D, torch.bfloat16, keys))
     ends = torch.tensor([0, 1, 130, 600, S], dtype=torch.int32, device="cuda")
     spec, packing = Spec(is_causal=True), Packing(ends, ends)
-    exact = reference.varlen_forward(q.double(), k.double(), v.double(), packing, spec)
+    exact = reference.varlen_forward(
+        Call.of(q.double(), k.double(), v.double(), spec, packing=packing)
+    )
     _assert_close(hopper_calls.varlen_forward(q, k, v, packing, spec), exact, torch.bfloat16)
 
 
@@ -250,7 +253,7 @@ def test_nan_and_inf_affect_only_rows_that_attend_them(value):
     q[0, 0, 700, 5] = value
     k[0, 0, 900, 7] = value
     out, _ = hopper_calls.forward(q, k, v, spec)
-    exact, _ = reference.forward(q.double(), k.double(), v.double(), spec)
+    exact, _ = reference.forward(Call.of(q.double(), k.double(), v.double(), spec))
     assert torch.equal(out.isnan(), exact.isnan()) and 102 > exact.isnan().any(-1).sum() > 1
     torch.testing.assert_close(out, exact.to(out.dtype), atol=2e-2, rtol=2e-2, equal_nan=True)
     assert torch.equal(out[:, 1:], clean[:, 1:])
@@ -313,7 +316,7 @@ def test_a_nan_reaches_only_gradients_of_what_attends_it():
     inputs = (x[:, :, :250].cpu() for x in (grad_out, q, k, v, out))
     grad_out, q, k, v, out = inputs
     expected = reference.backward(
-        grad_out, None, q, k, v, out, lse[:, :, :250].cpu().contiguous(), spec
+        Call.of(q, k, v, spec, saved=Saved(grad_out, None, out, lse[:, :, :250].cpu().contiguous()))
     )
     assert (dq[:, :, :250].cpu().float() - expected[0].float()).abs().max() < 5e-2
     assert not dk[:, :, :250].isfinite().all()  # queries from 250 on attend these keys
@@ -324,7 +327,7 @@ def test_an_infinity_changes_only_rows_that_attend_it():
     v[:, :, 250] = float("inf")
     spec = Spec(is_causal=True)
     out, _ = hopper_calls.forward(q, k, v, spec)
-    expected = reference.forward(q.cpu(), k.cpu(), v.cpu(), spec)[0][:, :, :250]
+    expected = reference.forward(Call.of(q.cpu(), k.cpu(), v.cpu(), spec))[0][:, :, :250]
     assert (out[:, :, :250].cpu().float() - expected.float()).abs().max() < 2e-2
 
 

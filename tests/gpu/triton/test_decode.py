@@ -104,7 +104,7 @@ def test_page_offsets_beyond_32_bits():
     lens = torch.tensor([150], dtype=torch.int32, device="cuda")
     out = fa_ops.attention_with_kv_cache(q, k, k, lens, table, backend="triton")
     near = k[table[0].long()].flatten(0, 1)[None, :150].transpose(1, 2).double()
-    assert relative_error(out, reference.dense(q.double(), near, near, Spec())[0]) < 1e-2
+    assert relative_error(out, reference.dense(Call.of(q.double(), near, near, Spec()))[0]) < 1e-2
 
 
 def test_one_cuda_graph_serves_every_length():
@@ -122,7 +122,7 @@ def test_one_cuda_graph_serves_every_length():
         q.normal_()
         cache.key.normal_()
         spec.kv_lens.random_(0, 899)
-        expected = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)[0]
+        expected = reference.cache_forward(Call.of(q, k.clone(), v.clone(), spec, cache=cache))[0]
         graph.replay()
         assert relative_error(captured[0], expected) < 1e-2, step
 
@@ -149,7 +149,7 @@ def test_batches(B, Hkv):
     ).fresh()  # fmt: skip
     out, lse = decode.cache_forward(q, k, v, cache, spec)
     clean = (x.nan_to_num(0.0).double() for x in (k, v))
-    expected, expected_lse = reference.dense(q.double(), *clean, spec)
+    expected, expected_lse = reference.dense(Call.of(q.double(), *clean, spec))
     assert relative_error(out, expected) < 1e-2
     torch.testing.assert_close(lse, expected_lse.float(), atol=1e-3, rtol=1e-3)
 
@@ -187,7 +187,7 @@ def test_attention_with_few_queries_selects_the_decoding_kernel():
     k = torch.randn(1, 2, 5000, 128, device="cuda", dtype=torch.bfloat16)
     options = {"is_causal": True, "backend": "triton"}
     assert fa_ops.explain(q, k, k, **options).kernel == "split-KV decoding"
-    expected = reference.dense(q.double(), k.double(), k.double(), Spec(is_causal=True))[0]
+    expected = reference.dense(Call.of(q.double(), k.double(), k.double(), Spec(is_causal=True)))[0]
     for _ in range(2):
         assert relative_error(fa_ops.attention(q, k, k, **options), expected) < 1e-2
     lens = torch.tensor([300], device="cuda", dtype=torch.int32)
@@ -228,7 +228,7 @@ def test_left_padded_batches_select_the_decoding_kernel(Sq):
     options = {"key_ranges": ranges, "backend": "triton"}
     explained = fa_ops.explain(q, k, k, is_causal=True, kv_lens=lens, **options)
     assert explained.kernel == "split-KV decoding"
-    expected = reference.dense(q.double(), k.double(), k.double(), spec)[0]
+    expected = reference.dense(Call.of(q.double(), k.double(), k.double(), spec))[0]
     k[1, :, :1600] = float("nan")
     for _ in range(2):
         out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, **options)
@@ -237,7 +237,7 @@ def test_left_padded_batches_select_the_decoding_kernel(Sq):
         assert relative_error(out, expected) < 1e-2
     ranges[1, 0, 0, 0] = 1690  # a repeated call reads it anew
     k = k.nan_to_num(0.0)
-    expected = reference.dense(q.double(), k.double(), k.double(), spec)[0]
+    expected = reference.dense(Call.of(q.double(), k.double(), k.double(), spec))[0]
     out = fa_ops.attention_with_kv_cache(q, k, k, lens, None, True, **options)
     assert relative_error(out, expected) < 1e-2
     out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, **options)
@@ -252,7 +252,7 @@ def test_repeated_calls_read_new_values():
     for step in range(3):
         q.normal_()
         spec.kv_lens.fill_(10 * step + 5)
-        plain = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)[0]
+        plain = reference.cache_forward(Call.of(q, k.clone(), v.clone(), spec, cache=cache))[0]
         out = fa_ops.attention_with_kv_cache(
             q, k, v, spec.kv_lens, key=cache.key, value=cache.value
         )

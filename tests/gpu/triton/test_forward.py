@@ -12,6 +12,7 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import configs, launch, matrix_products, short_rows
+from fa_ops.call.call import Call
 from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import (
     Case,
@@ -72,7 +73,7 @@ def test_long_sequences(D, causal):
     out, lse = backend.forward(q, k, v, Spec(is_causal=causal))
     for h in range(3):
         one = (x[:, h : h + 1].double() for x in (q, k, v))
-        expected, expected_lse = reference.dense(*one, Spec(is_causal=causal))
+        expected, expected_lse = reference.dense(Call.of(*one, Spec(is_causal=causal)))
         assert relative_error(out[:, h : h + 1], expected) < 5e-3
         assert (lse[:, h : h + 1] - expected_lse).abs().max() < 1e-4
 
@@ -81,7 +82,7 @@ def test_long_sequences(D, causal):
 def test_more_programs_than_the_limit_of_a_grid_dimension():
     q, k, v = tensors(70000, 2, 3, 16)
     out, _ = backend.forward(q, k, v, Spec())
-    expected, _ = reference.dense(*(x[-1:].double() for x in (q, k, v)), Spec())
+    expected, _ = reference.dense(Call.of(*(x[-1:].double() for x in (q, k, v)), Spec()))
     assert relative_error(out[-1:], expected) < 1e-2
 
 
@@ -95,7 +96,9 @@ def test_strides_beyond_32_bits():
         out, _ = backend.forward(x, x, x, Spec(is_causal=True))
         dense = x.double()
         assert (
-            relative_error(out, reference.dense(dense, dense, dense, Spec(is_causal=True))[0])
+            relative_error(
+                out, reference.dense(Call.of(dense, dense, dense, Spec(is_causal=True)))[0]
+            )
             < 1e-2
         )
 
@@ -108,7 +111,8 @@ def test_unaligned_addresses(offset):
     )
     out, _ = backend.forward(q, k, v, Spec())
     assert (
-        relative_error(out, reference.dense(q.double(), k.double(), v.double(), Spec())[0]) < 1e-2
+        relative_error(out, reference.dense(Call.of(q.double(), k.double(), v.double(), Spec()))[0])
+        < 1e-2
     )
 
 
@@ -128,7 +132,7 @@ def test_nan_outside_kv_lens_and_key_ranges_has_no_effect():
 @pytest.mark.usefixtures("nan_poisoned_outputs")
 def test_tf32_is_used_only_if_torch_allows_it(monkeypatch):
     q, k, v = tensors(1, 2, 300, 64, torch.float32)
-    expected, _ = reference.dense(q.double(), k.double(), v.double(), Spec())
+    expected, _ = reference.dense(Call.of(q.double(), k.double(), v.double(), Spec()))
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     exact = relative_error(backend.forward(q, k, v, Spec())[0], expected)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
@@ -278,7 +282,7 @@ def test_large_calls_take_parts_and_are_exact(D):
     out, lse = backend.forward(q, k, v, spec)
     grads = backend.backward(grad, None, q, k, v, out, lse, spec)[:3]
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    expected, _ = reference.dense(*leaves, spec)
+    expected, _ = reference.dense(Call.of(*leaves, spec))
     exact = torch.autograd.grad(expected, leaves, grad.double())
     for found, wanted in zip((out, *grads), (expected.detach(), *exact), strict=True):
         assert relative_error(found, wanted) < 2e-6
