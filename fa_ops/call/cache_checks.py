@@ -23,12 +23,12 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool
     `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
     checks.given(query=q, key_cache=k, value_cache=v, kv_lens=spec.kv_lens)
-    dims = "(B, Hkv, S, D)" if cache.page_table is None else "(pages, page_size, Hkv, D)"
+    dims = "(B, Hkv, S, D)" if cache.page_table is None else checks.PAGES_LAYOUT
     for name, t, layout in (
-        ("query", q, "(B, H, S, D)"), ("key_cache", k, dims), ("value_cache", v, dims)
+        ("query", q, checks.LAYOUT), ("key_cache", k, dims), ("value_cache", v, dims)
     ):  # fmt: skip
-        need(t.dim() == 4, "{} must have shape {}, got {}", name, layout, t.shape)
-        need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
+        checks.rank(name, t, layout)
+        checks.same_device(q, name, t)
     _dtypes(q, k, v)
     (B, Hq, *_), Hkv = q.shape, k.shape[1 if cache.page_table is None else 2]
     _cache_shapes(q, k, v, cache)
@@ -36,7 +36,8 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool
     _scales(q, k, cache, B, Hkv)
     rotary(q, cache.rotary_cos, cache.rotary_sin)
     _unified_max(q, cache.unified_max, Hq)
-    need(cache.num_splits >= 0, "num_splits must not be negative, got {}", cache.num_splits)
+    need(cache.num_splits >= 0, "num_splits must not be negative, got {}: 0 chooses from shapes",
+         cache.num_splits)  # fmt: skip
     both = cache.batch_invariant and cache.num_splits > 0
     need(not both, "batch_invariant fixes the length of a split: num_splits must be 0, got {}",
          cache.num_splits)  # fmt: skip
@@ -49,8 +50,11 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool
     if cache.key is not None:
         checks.contiguous_rows(key=cache.key, value=cache.value)
         for name, t in (("key_cache", k), ("value_cache", v)):
-            message = "{} is written to, so no two of its elements may share memory, got strides {}"
-            need(not cache_memory.has_overlaps(t), message, name, t.stride())
+            message = (
+                "{} is written to, so no two of its elements may share memory, got strides {}: "
+                "pass {}.contiguous()"
+            )
+            need(not cache_memory.has_overlaps(t), message, name, t.stride(), name)
         cache_memory.check(k, v, Call.of(q, k, v, spec, cache=cache).operands)
 
 
@@ -60,7 +64,7 @@ def pages(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> No
     `names` are those of keys and values in messages.
     """
     for name, t in zip(names, (k, v)):
-        need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
+        checks.same_device(q, name, t)
     _dtypes(q, k, v, names)
     _page_shapes(q, k, v, names)
 
@@ -78,12 +82,11 @@ def paged(q: Tensor, k: Tensor, v: Tensor, packing: Packing, cache: Cache, spec:
 def _dtypes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> None:
     checks.query_dtype(q)
     key, value = names
-    need(v.dtype == k.dtype, "{} is {}, but {} is {}", value, v.dtype, key, k.dtype,
-         error=TypeError)  # fmt: skip
+    checks.same_dtype(k, value, v, key)
     need(
         k.dtype == q.dtype or (k.dtype == FP8 and q.dtype.itemsize == 2),
-        "{} must be query's {} (or float8_e4m3fn for a half-precision query), got {}",
-        key, q.dtype, k.dtype, error=TypeError,
+        "{} must be query's {} (or float8_e4m3fn for a half-precision query), got {}: cast query "
+        "to {}", key, q.dtype, k.dtype, "bfloat16" if k.dtype == FP8 else k.dtype, error=TypeError,
     )  # fmt: skip
 
 
@@ -91,26 +94,27 @@ def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
     B, Hq, _, D = q.shape
     if cache.page_table is None:
         (Bk, Hkv, S, Dk), (Bv, Hv, Sv, _) = k.shape, v.shape
-        need(Bk == B, "key_cache has batch size {}, but query's is {}", Bk, B)
-        need(Bv == B, "value_cache has batch size {}, but query's is {}", Bv, B)
-        need(Sv == S, "value_cache has length {}, but key_cache's is {}", Sv, S)
+        checks.batches_and_lengths(B, (Bk, S), (Bv, Sv), NAMES)
         checks.heads(Hq, Hkv, Hv, D, Dk, *NAMES)
         return
     table = cache.page_table
     checks.integers(q, "page_table", table)
-    need(table.dim() == 2, "page_table must have shape (B, max_pages), got {}", table.shape)
-    need(table.shape[0] == B, "page_table has {} rows, but query has batch size {}",
-         table.shape[0], B)  # fmt: skip
+    need(table.dim() == 2, "page_table must have shape (B, max_pages), got {}: it has a row of "
+         "pages for each sequence", table.shape)  # fmt: skip
+    need(table.shape[0] == B, "page_table has {} rows, but query has batch size {}: it has one for "
+         "each sequence", table.shape[0], B)  # fmt: skip
     _page_shapes(q, k, v, NAMES)
 
 
 def _page_shapes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str]) -> None:
     """Check the shapes of query (B, Hq, Sq, D) or (T, Hq, D), and of pages."""
     (pages, size, Hkv, Dk), (pages_v, size_v, Hv, _), (key, value) = k.shape, v.shape, names
-    need(pages_v == pages, "{} has {} pages, but {} has {}", value, pages_v, key, pages)
-    need(size_v == size, "{} has pages of {} keys, but {} of {}", value, size_v, key, size)
-    need(size >= 1, "a page of {} must hold at least one key, got shape {}", key, k.shape)
-    checks.heads(q.shape[1], Hkv, Hv, q.shape[-1], Dk, *names)
+    of = f"both are {checks.PAGES_LAYOUT}"
+    need(pages_v == pages, "{} has {} pages, but {} has {}: {}", value, pages_v, key, pages, of)
+    need(size_v == size, "{} has pages of {} keys, but {} of {}: {}", value, size_v, key, size, of)
+    need(size >= 1, "a page of {} must hold at least one key, got shape {}: it is {}", key, k.shape,
+         checks.PAGES_LAYOUT)  # fmt: skip
+    checks.heads(q.shape[1], Hkv, Hv, q.shape[-1], Dk, *names, layout=checks.PAGES_LAYOUT)
 
 
 def _new(q: Tensor, v: Tensor, cache: Cache, B, Hkv) -> None:
@@ -121,9 +125,8 @@ def _new(q: Tensor, v: Tensor, cache: Cache, B, Hkv) -> None:
     checks.given(key=key, value=value)
     Sn = key.shape[2] if key.dim() == 4 else -1
     for name, t, width in (("key", key, q.shape[3]), ("value", value, v.shape[3])):
-        need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
-        need(t.dtype == q.dtype, "{} is {}, but query is {}", name, t.dtype, q.dtype,
-             error=TypeError)  # fmt: skip
+        checks.same_device(q, name, t)
+        checks.same_dtype(q, name, t)
         checks.has_shape(name, t, (B, Hkv, Sn, width) if Sn != -1 else (B, Hkv, "Sn", width))
 
 
@@ -131,11 +134,10 @@ def _scales(q: Tensor, k: Tensor, cache: Cache, B, Hkv) -> None:
     shapes = []
     for name, t in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
         if t is not None:
-            need(k.dtype == FP8, "{} is for caches in float8_e4m3fn, but key_cache is {}", name,
-                 k.dtype)  # fmt: skip
-            need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
-            need(t.dtype == torch.float32, "{} must be float32, got {}", name, t.dtype,
-                 error=TypeError)  # fmt: skip
+            need(k.dtype == FP8, "{0} is for caches in float8_e4m3fn, but key_cache is {1}: pass "
+                 "{0}=None", name, k.dtype)  # fmt: skip
+            checks.same_device(q, name, t)
+            checks.has_dtype(name, t, torch.float32)
             expected: tuple[int, ...] = B, Hkv
             if t.dim() == 3 and cache.page_table is None:
                 expected = B, Hkv, k.shape[2]
@@ -149,15 +151,17 @@ def _scales(q: Tensor, k: Tensor, cache: Cache, B, Hkv) -> None:
 
 def _unified_max(q: Tensor, unified_max: Tensor | None, Hq) -> None:
     if unified_max is not None:
-        dtype = unified_max.dtype
         checks.same_device(q, "unified_max", unified_max)
-        need(dtype == torch.float32, "unified_max must be float32, got {}", dtype, error=TypeError)
+        checks.has_dtype("unified_max", unified_max, torch.float32)
         checks.has_shape("unified_max", unified_max, (Hq,))
 
 
 def _key_ranges(q: Tensor, ranges: Tensor, B) -> None:
     checks.integers(q, "key_ranges", ranges)
-    message = "key_ranges must have shape (B or 1, 1, 1, 2) with B = {}, got {}"
+    message = (
+        "key_ranges must have shape (B or 1, 1, 1, 2) with B = {}, got {}: over a cache all "
+        "queries of a row have one range"
+    )
     need(ranges.dim() == 4, message, B, ranges.shape)
     rows, *rest = ranges.shape
     need((rows - 1) * (rows - B) == 0, message, B, ranges.shape)
@@ -167,17 +171,20 @@ def _key_ranges(q: Tensor, ranges: Tensor, B) -> None:
 
 def rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
     """Raise ValueError or TypeError unless the tables of a rotary embedding fit the query."""
-    need((cos is None) == (sin is None), "rotary_cos and rotary_sin must be given together")
+    alone = "rotary_sin" if cos is None else "rotary_cos"
+    need((cos is None) == (sin is None), "rotary_cos and rotary_sin must be given together, got {} "
+         "alone: pass both, or neither", alone)  # fmt: skip
     if cos is None:
         return
-    need(cos.dim() == 2, "rotary_cos must have shape (positions, R / 2), got {}", cos.shape)
-    need(cos.shape[0] >= 1, "rotary_cos must have at least one position, got {}", cos.shape)
+    of = "it has a column for each pair of features that are rotated"
+    need(cos.dim() == 2, "rotary_cos must have shape (positions, R / 2), got {}: {}", cos.shape, of)
+    need(cos.shape[0] >= 1, "rotary_cos must have at least one position, got {}: it has a row for "
+         "each", cos.shape)  # fmt: skip
     R, D = 2 * cos.shape[1], q.shape[3]
-    need(R <= D, "rotary_cos is for {} features, but query has {}", R, D)
+    need(R <= D, "rotary_cos is for {} features, but query has {}: {}", R, D, of)
     checks.floats(q, "rotary_cos", cos)
     checks.floats(q, "rotary_sin", sin)
-    need(sin.dtype == cos.dtype, "rotary_sin is {}, but rotary_cos is {}", sin.dtype, cos.dtype,
-         error=TypeError)  # fmt: skip
+    checks.same_dtype(cos, "rotary_sin", sin, "rotary_cos")
     checks.has_shape("rotary_sin", sin, tuple(cos.shape))
 
 
@@ -199,17 +206,21 @@ def values(
     size = 1 if table is None else k.shape[1]
     capacity = k.shape[2] if table is None else table.shape[1] * size
     for b, length in enumerate(lens.tolist()):
-        need(length >= 0, "kv_lens[{}] is {}, which is negative", b, length)
+        need(
+            length >= 0, "kv_lens[{}] is {}, which is negative: a row without keys has 0", b, length
+        )
         need(length + new <= capacity, "kv_lens[{}] is {}, which with {} new keys is past the "
-             "cache's {}", b, length, new, capacity)  # fmt: skip
+             "cache's {}: it counts the keys before the call", b, length, new,
+             capacity)  # fmt: skip
         if table is not None:
             used = table[b, : -(-(length + new) // max(size, 1))]
             wrong = ((used < 0) | (used >= k.shape[0])).nonzero()
             if len(wrong):
                 at = int(wrong[0])
-                need(False, "page_table[{}, {}] is {}, but {} has {} pages", b, at,
-                     int(used[at]), name, k.shape[0])  # fmt: skip
+                need(False, "page_table[{}, {}] is {}, but {} has {} pages: they are numbered from "
+                     "0", b, at, int(used[at]), name, k.shape[0])  # fmt: skip
         cos = tensors.rotary_cos
         last = length + new if cos is not None else 0
         need(cos is None or last <= cos.shape[0], "rotary_cos has {} positions, but sequence {} "
-             "has {} keys", 0 if cos is None else cos.shape[0], b, last)  # fmt: skip
+             "has {} keys: it has a row for each position", 0 if cos is None else cos.shape[0], b,
+             last)  # fmt: skip

@@ -6,8 +6,10 @@ cu_seqlens.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,10 +18,15 @@ from fa_ops.call import backend_option
 from fa_ops.call.call import Saved
 from fa_ops.call.options import Operands, Packing, Spec, dtype_name, mask_blocks_shape
 
+LAYOUT = "(B, H, S, D)"
+PACKED_LAYOUT = "(T, H, D)"
+PAGES_LAYOUT = "(pages, page_size, Hkv, D)"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8 = torch.float8_e4m3fn
 _USUAL_DTYPES = frozenset(DTYPES[:3])
 _NAMES = "float16, bfloat16, float32 or float64"
+_ONE_LAYOUT = "tensors are (B, H, S, D); from (B, S, H, D) pass .transpose(1, 2)"
+_warned: list[str] = []  # the argument of which users have been warned
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,7 +35,10 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def need(ok: bool | torch.SymBool, message: str, *values: object, error: type = ValueError) -> None:
-    """Raise `error` with the formatted message unless `ok`; a symbolic `ok` becomes a guard."""
+    """Raise `error` with the formatted message unless `ok`; a symbolic `ok` becomes a guard.
+
+    Values that are functions are called where the error is made.
+    """
     if ok is True:
         return
     check = torch._check_type if error is TypeError else torch._check_value
@@ -43,6 +53,8 @@ def given(**tensors: Tensor | None) -> None:
 
 
 def _plain(value: object) -> object:
+    if callable(value):
+        value = value()
     if isinstance(value, torch.Size):
         return tuple(value)
     return dtype_name(value) if isinstance(value, torch.dtype) else value
@@ -54,13 +66,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> No
     `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
     if not (real and _obviously_fit(q, k, v)):
-        _inputs(q, k, v, 4, "(B, H, S, D)")
+        _inputs(q, k, v, LAYOUT)
         B, Hq, _, D = q.shape
         Bk, Hkv, Sk, Dk = k.shape
         Bv, Hv, Sv, _ = v.shape
-        need(Bk == B, "key has batch size {}, but query's is {}", Bk, B)
-        need(Bv == B, "value has batch size {}, but query's is {}", Bv, B)
-        need(Sv == Sk, "value has length {}, but key's is {}", Sv, Sk)
+        batches_and_lengths(B, (Bk, Sk), (Bv, Sv))
         heads(Hq, Hkv, Hv, D, Dk)
         if real:
             contiguous_rows(query=q, key=k, value=v)
@@ -95,28 +105,28 @@ def packed(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec, real: bool = False
 ) -> None:
     """The same for packed sequences."""
-    _inputs(q, k, v, 3, "(T, H, D)")
+    _inputs(q, k, v, PACKED_LAYOUT)
     _, Hq, D = q.shape
     Tk, Hkv, Dk = k.shape
     Tv, Hv, _ = v.shape
-    need(Tv == Tk, "value has {} tokens, but key has {}", Tv, Tk)
-    heads(Hq, Hkv, Hv, D, Dk)
+    need(Tv == Tk, "value has {} tokens, but key has {}: {}", Tv, Tk, "each key needs its value")
+    heads(Hq, Hkv, Hv, D, Dk, layout=PACKED_LAYOUT)
     if real:
         contiguous_rows(query=q, key=k, value=v)
     cu_q, cu_k, max_q, max_k = packing
     for name, cu_seqlens in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         integers(q, name, cu_seqlens)
-        need(cu_seqlens.dim() == 1, "{} must have shape (B + 1,), got {}", name, cu_seqlens.shape)
-        need(cu_seqlens.shape[0] >= 1, "{} must have at least one element", name)
+        borders(name, cu_seqlens)
     need(
         cu_q.shape[0] == cu_k.shape[0],
-        "cu_seqlens_q and cu_seqlens_k must be of one length, got {} and {}",
+        "cu_seqlens_q and cu_seqlens_k must be of one length, got {} and {}: both are of the same "
+        "sequences, of which some may be empty",
         cu_q.shape[0],
         cu_k.shape[0],
     )
     for name, longest in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
         if longest is not None:
-            need(longest >= 0, "{} must not be negative, got {}", name, longest)
+            bound(name, longest)
     if not _is_plain(spec):
         options(q, spec, cu_q.shape[0] - 1, Hq)
 
@@ -139,16 +149,46 @@ def max_seqlen(name: str, most: int | None, lens: Tensor, what: str) -> None:
     """Raise ValueError if a sequence is longer than `most`."""
     if most is not None and len(lens):
         longest = int(lens.max())
-        need(longest <= most, "{} is {}, but a sequence has {} {}", name, most, longest, what)
+        need(longest <= most, "{} is {}, but a sequence has {} {}: pass at least that, or None",
+             name, most, longest, what)  # fmt: skip
 
 
-def cu_seqlens(name: str, given: Tensor, tokens: int) -> None:
-    """Raise ValueError unless the boundaries of sequences rise within the tokens."""
-    before = 0
-    for b, end in enumerate(given.tolist()):
-        need(end >= before, "{}[{}] is {}, but must not be less than {}", name, b, end, before)
-        need(end <= tokens, "{}[{}] is {}, but there are {} tokens", name, b, end, tokens)
+def bound(name: str, longest: int | None) -> None:
+    """Raise ValueError unless it can be the length of a longest sequence."""
+    need(longest is None or longest >= 0, "{} must not be negative, got {}: pass None where it is "
+         "not known", name, longest)  # fmt: skip
+
+
+def borders(name: str, given: Tensor) -> None:
+    """Raise ValueError unless it has the shape of boundaries of sequences."""
+    remedy = lambda: f": pass {name}.flatten()" if 1 in given.shape else ""  # noqa: E731
+    need(given.dim() == 1, "{} must have shape (B + 1,), got {}{}", name, given.shape, remedy)
+    need(given.shape[0] >= 1, "{} must have at least one element, got none: it begins with 0", name)
+
+
+def cu_seqlens(name: str, given: Tensor, tokens: int, all_tokens: bool = True) -> None:
+    """Raise ValueError unless the boundaries of sequences rise within the tokens.
+
+    Warns once if they leave tokens out; not `all_tokens`: which may be.
+    """
+    before, ends = 0, given.tolist()
+    remedy = lambda: (  # noqa: E731
+        f"if {name} holds lengths, pass torch.nn.functional.pad({name}.cumsum(0), (1, 0)).int()"
+    )
+    for b, end in enumerate(ends):
+        need(end >= before, "{}[{}] is {}, but must not be less than {}: {}", name, b, end, before,
+             remedy)  # fmt: skip
+        need(end <= tokens, "{}[{}] is {}, but there are {} tokens: {}", name, b, end, tokens,
+             remedy)  # fmt: skip
         before = end
+    if all_tokens and (ends[0] or ends[-1] != tokens) and len(ends) > 1 and not _warned:
+        _warned.append(name)
+        shown = f"{str(ends[:8])[:-1]}{', ...' * (len(ends) > 8)}]"
+        warnings.warn(
+            f"{name} should begin with 0 and end with the number of tokens, {tokens}, got {shown}: "
+            f"tokens outside give 0; {remedy()}",
+            stacklevel=2,
+        )
 
 
 def saved(q: Tensor, v: Tensor, tensors: Saved) -> None:
@@ -168,7 +208,7 @@ def saved(q: Tensor, v: Tensor, tensors: Saved) -> None:
     for name, t, shape, dtype in expected:
         if t is not None:
             same_device(q, name, t)
-            need(t.dtype == dtype, "{} must be {}, got {}", name, dtype, t.dtype, error=TypeError)
+            has_dtype(name, t, dtype)
             has_shape(name, t, tuple(shape))
 
 
@@ -176,7 +216,8 @@ def mask_grad(spec: Spec) -> None:
     """Raise ValueError unless attn_mask can have a gradient."""
     mask = spec.attn_mask
     ok = mask is not None and mask.dtype.is_floating_point
-    need(ok, "mask_grad needs a floating point attn_mask")
+    need(ok, "mask_grad needs a floating point attn_mask, got {}: pass mask_grad=False",
+         None if mask is None else mask.dtype)  # fmt: skip
 
 
 def states(outs: Tensor, lses: Tensor, names: tuple[str, str] = ("outs", "lses")) -> None:
@@ -187,11 +228,14 @@ def states(outs: Tensor, lses: Tensor, names: tuple[str, str] = ("outs", "lses")
     out, lse = names
     given(**{out: outs, lse: lses})
     wide = lse_dtype(outs.dtype)
-    need(outs.dtype in DTYPES, "{} must be {}, got {}", out, _NAMES, outs.dtype, error=TypeError)
-    need(lses.dtype == wide, "{} must be {}, got {}", lse, wide, lses.dtype, error=TypeError)
+    need(outs.dtype in DTYPES, "{} must be {}, got {}: pass {}.float()", out, _NAMES, outs.dtype,
+         out, error=TypeError)  # fmt: skip
+    has_dtype(lse, lses, wide)
     same_device(outs, lse, lses, out)
-    need(outs.dim() >= 2, "{} must have shape (N, ..., Dv), got {}", out, outs.shape)
-    need(outs.shape[0] >= 1, "{} must hold at least one state, got shape {}", out, outs.shape)
+    need(outs.dim() >= 2, "{} must have shape (N, ..., Dv), got {}: stack the results of N sets of "
+         "keys", out, outs.shape)  # fmt: skip
+    need(outs.shape[0] >= 1, "{} must hold at least one state, got shape {}: there is nothing to "
+         "merge", out, outs.shape)  # fmt: skip
     has_shape(lse, lses, tuple(outs.shape[:-1]))
 
 
@@ -238,17 +282,31 @@ def _is_plain(spec: Spec) -> bool:
     )
 
 
-def _inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
+def _inputs(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
     """Raise unless query, key and value agree in rank, dtype and device."""
     given(query=q, key=k, value=v)
     for name, t in (("query", q), ("key", k), ("value", v)):
-        if t.dim() != dims:
-            need(False, "{} must have shape {}, got {}", name, layout, t.shape)
-        if t.dtype != q.dtype:
-            need(False, "{} is {}, but query is {}", name, t.dtype, q.dtype, error=TypeError)
-        if t.device != q.device:
-            need(False, "{} is on {}, but query is on {}", name, t.device, q.device)
+        rank(name, t, layout)
+        same_dtype(q, name, t)
+        same_device(q, name, t)
     query_dtype(q)
+
+
+def rank(name: str, t: Tensor, layout: str) -> None:
+    """Raise ValueError unless the tensor has as many dimensions as the layout."""
+    dims = layout.count(",") + 1
+    if t.dim() == dims:
+        return
+    if dims == 3:
+        remedy = f"pass {name}.flatten(0, 1) of (B, S, H, D), or batches to attention"
+    elif layout != LAYOUT:
+        remedy = "without page_table it is (B, Hkv, S, D)"
+    elif t.dim() > dims:
+        remedy = f"pass {name}.flatten(0, {-dims})"
+    else:
+        remedy = f"pass {name}[{', '.join(['None'] * (dims - t.dim()))}]"
+        remedy += ", or tokens (T, H, D) to attention_varlen" * (t.dim() == 3)
+    need(False, "{} must have shape {}, got {}: {}", name, layout, t.shape, remedy)
 
 
 def query_dtype(q: Tensor) -> None:
@@ -256,23 +314,42 @@ def query_dtype(q: Tensor) -> None:
     if q.dtype not in DTYPES:
         _refuse_dtype(q)
     if q.dtype == torch.float64 and q.is_cuda:
-        need(False, "query is float64, which is supported on CPU only", error=TypeError)
+        need(False, "query is float64, which is supported on CPU only: pass query.float()",
+             error=TypeError)  # fmt: skip
 
 
 def _refuse_dtype(q: Tensor) -> None:
     if "float8" in str(q.dtype):
         advice = "attention takes it with q_scale, k_scale and v_scale; else cast to bfloat16"
         need(False, "query is {}; {}", q.dtype, advice, error=TypeError)
-    need(False, "query must be {}, got {}", _NAMES, q.dtype, error=TypeError)
+    need(False, "query must be {}, got {}: cast query, key and value, as by query.float()", _NAMES,
+         q.dtype, error=TypeError)  # fmt: skip
 
 
-def heads(Hq, Hkv, Hv, D, Dk, key: str = "key", value: str = "value") -> None:
+def batches_and_lengths(
+    B, of_key: tuple, of_value: tuple, names: tuple[str, str] = ("key", "value")
+) -> None:
+    """Raise ValueError unless these batch sizes and lengths, of (B, H, S, D), fit each other."""
+    (Bk, Sk), (Bv, Sv), (key, value) = of_key, of_value, names
+    for name, size in ((key, Bk), (value, Bv)):
+        remedy = functools.partial(_batch_remedy, name, size, B)
+        need(size == B, "{} has batch size {}, but query's is {}: {}", name, size, B, remedy)
+    need(Sv == Sk, "{} has length {}, but {}'s is {}: {}", value, Sv, key, Sk, _ONE_LAYOUT)
+
+
+def _batch_remedy(name: str, size, B) -> str:
+    return f"pass {name}.expand({B}, -1, -1, -1)" if size == 1 else _ONE_LAYOUT
+
+
+def heads(Hq, Hkv, Hv, D, Dk, key: str = "key", value: str = "value", layout: str = LAYOUT) -> None:
     """Raise ValueError unless numbers of heads and head dimensions fit each other."""
-    need(Dk == D, "{} has head dimension {}, but query's is {}", key, Dk, D)
-    need(Hv == Hkv, "{} has {} heads, but {} has {}", value, Hv, key, Hkv)
-    need(Hkv >= 1, "{} has no heads", key)
-    message = "{} has {} heads, which does not divide query's {}"
-    need(Hq % Hkv == 0 and Hq >= 1, message, key, Hkv, Hq)
+    of = _ONE_LAYOUT if layout == LAYOUT else f"{key} is {layout}"
+    need(Dk == D, "{} has head dimension {}, but query's is {}: value alone may have another one",
+         key, Dk, D)  # fmt: skip
+    need(Hv == Hkv, "{} has {} heads, but {} has {}: {}", value, Hv, key, Hkv, of)
+    need(Hkv >= 1, "{} has no heads: {}", key, of)
+    message = "{} has {} heads, which does not divide query's {}: {}"
+    need(Hq % Hkv == 0 and Hq >= 1, message, key, Hkv, Hq, of)
 
 
 def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:
@@ -284,12 +361,15 @@ def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:
     need(0.0 <= p < 1.0, "dropout_p must be in [0, 1), got {}", p)
     need(
         p == 0 or seed is not None,
-        "dropout_p > 0 needs dropout_seed, an int64 tensor of one element",
+        "dropout_p > 0 needs dropout_seed, an int64 tensor of one element, got None: pass "
+        "torch.randint(2**63 - 1, (1,), device=query.device)",
     )
     if seed is not None:
         _seed(q, seed, None if rows is None else (B, Hq, rows))
     need(
-        spec.scale is None or math.isfinite(spec.scale), "scale must be finite, got {}", spec.scale
+        spec.scale is None or math.isfinite(spec.scale),
+        "scale must be finite, got {}: None is 1 / sqrt(D)",
+        spec.scale,
     )
     need(0.0 <= softcap < math.inf, "softcap must be finite and >= 0 (0 is off), got {}", softcap)
     for side, size in (("left", spec.window_left), ("right", spec.window_right)):
@@ -300,13 +380,7 @@ def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:
     slopes, sinks, lens = spec.alibi_slopes, spec.sinks, spec.kv_lens
     if slopes is not None:
         same_device(q, "alibi_slopes", slopes)
-        wide = torch.float32
-        need(
-            slopes.dtype == wide,
-            "alibi_slopes must be float32, got {}",
-            slopes.dtype,
-            error=TypeError,
-        )
+        has_dtype("alibi_slopes", slopes, torch.float32)
         has_shape("alibi_slopes", slopes, (Hq,) if slopes.dim() == 1 else (B, Hq))
     if sinks is not None:
         floats(q, "sinks", sinks)
@@ -318,14 +392,32 @@ def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:
 
 def _mask(q: Tensor, spec: Spec, full: tuple) -> None:
     mask = spec.attn_mask
-    floats(q, "attn_mask", mask, torch.bool)
+    remedy = lambda: _mask_remedy(mask, full)  # noqa: E731
+    floats(q, "attn_mask", mask, torch.bool, remedy=remedy)
     both = mask.dtype == torch.bool and spec.key_ranges is not None
     need(not both, "a bool attn_mask and key_ranges both say which keys are kept: pass one of them")
-    broadcastable = "attn_mask must broadcast to (B, Hq, Sq, Sk) = {}, got shape {}"
-    need(mask.dim() <= 4, broadcastable, full, mask.shape)
+    broadcastable = "attn_mask must broadcast to (B, Hq, Sq, Sk) = {}, got shape {}{}"
+    need(mask.dim() <= 4, broadcastable, full, mask.shape, remedy)
     for size, whole in zip(reversed(mask.shape), reversed(full), strict=False):
         # a product instead of `or`, which a symbolic size could not defer
-        need((size - 1) * (size - whole) == 0, broadcastable, full, mask.shape)
+        need((size - 1) * (size - whole) == 0, broadcastable, full, mask.shape, remedy)
+
+
+def _mask_remedy(mask: Tensor, full: tuple) -> str:
+    """What to do with a mask of another dtype or shape, after a colon."""
+    B, _, Sq, Sk = full
+    as_bool = "" if mask.dtype.is_floating_point or mask.dtype == torch.bool else ".bool()"
+    shape = tuple(mask.shape)
+    if shape == (B, Sk) and (as_bool or shape != (Sq, Sk)):
+        lengths = "" if mask.dtype.is_floating_point else (
+            ", or kv_lens=attn_mask.sum(1).int() where the padding is at the end"
+        )  # fmt: skip
+        return f": a padding mask (B, Sk) is attn_mask[:, None, None, :]{as_bool}{lengths}"
+    if shape == (B, Sq, Sk):
+        return f": a mask of rows (B, Sq, Sk) is attn_mask[:, None]{as_bool}"
+    if as_bool:
+        return ": pass attn_mask.bool(), True where a key is attended"
+    return ": each of its sizes is 1 or that of the scores"
 
 
 def _mask_blocks(q: Tensor, spec: Spec, B, Hq) -> None:
@@ -333,7 +425,10 @@ def _mask_blocks(q: Tensor, spec: Spec, B, Hq) -> None:
     need(mask is not None, "mask_blocks describe an attn_mask: pass both or neither")
     integers(q, "mask_blocks", blocks)
     expected = mask_blocks_shape(mask)
-    message = "mask_blocks must be those of the attn_mask, of shape {}, got {}"
+    message = (
+        "mask_blocks must be those of the attn_mask, of shape {}, got {}: pass "
+        "fa_ops.mask_blocks(attn_mask)"
+    )
     need(blocks.dim() == 3, message, expected, blocks.shape)
     for size, own, whole in zip(blocks.shape, expected, (B, Hq)):
         # what samples of a transform share is not repeated for each of them
@@ -345,44 +440,83 @@ def attn_mask(mask: Tensor) -> None:
     """Raise ValueError or TypeError unless it is a mask of which `mask_blocks` can be made."""
     known = (torch.bool, *DTYPES)
     need(
-        mask.dtype in known, "attn_mask must be bool, {}, got {}", _NAMES, mask.dtype,
-        error=TypeError,
+        mask.dtype in known, "attn_mask must be bool, {}, got {}: pass attn_mask.bool()", _NAMES,
+        mask.dtype, error=TypeError,
     )  # fmt: skip
-    message = "attn_mask must have up to four dimensions, (B, Hq, Sq, Sk), got shape {}"
-    need(mask.dim() <= 4, message, mask.shape)
+    message = "attn_mask must have up to four dimensions, (B, Hq, Sq, Sk), got shape {}: {}"
+    need(mask.dim() <= 4, message, mask.shape, "pass attn_mask.flatten(0, -4)")
 
 
 def key_ranges(q: Tensor, ranges: Tensor, B, Hq, Sq) -> None:
     """Raise ValueError or TypeError unless the ranges fit the scores."""
     integers(q, "key_ranges", ranges)
     message = (
-        "key_ranges must have shape (B or 1, Hq or 1, Sq or 1, 2) with (B, Hq, Sq) = {}, got {}"
+        "key_ranges must have shape (B or 1, Hq or 1, Sq or 1, 2) with (B, Hq, Sq) = {}, got {}{}"
     )
-    need(ranges.dim() == 4, message, (B, Hq, Sq), ranges.shape)
-    need(ranges.shape[3] == 2, message, (B, Hq, Sq), ranges.shape)
+    remedy = {2: ": pass key_ranges[None, None]", 3: ": pass key_ranges[:, None]"}
+    found = ranges.shape, remedy.get(ranges.dim(), "")
+    need(ranges.dim() == 4, message, (B, Hq, Sq), *found)
+    need(ranges.shape[3] == 2, message, (B, Hq, Sq), *found)
     for size, whole in zip(ranges.shape, (B, Hq, Sq), strict=False):
-        need((size - 1) * (size - whole) == 0, message, (B, Hq, Sq), ranges.shape)
+        need((size - 1) * (size - whole) == 0, message, (B, Hq, Sq), *found)
 
 
 def has_shape(name: str, t: Tensor, shape: tuple) -> None:
     """Raise ValueError unless the tensor has this shape."""
-    message = "{} must have shape {}, got {}"
-    need(t.dim() == len(shape), message, name, shape, t.shape)
+    remedy = lambda: _shape_remedy(name, t, shape)  # noqa: E731
+    message = "{} must have shape {}, got {}{}"
+    need(t.dim() == len(shape), message, name, shape, t.shape, remedy)
     for size, expected in zip(t.shape, shape, strict=True):
-        need(size == expected, message, name, shape, t.shape)
+        need(size == expected, message, name, shape, t.shape, remedy)
+
+
+def _shape_remedy(name: str, t: Tensor, shape: tuple) -> str:
+    if "Sn" in shape:
+        return ""
+    if t.numel() == math.prod(shape) and [n for n in t.shape if n != 1] == [
+        n for n in shape if n != 1
+    ]:
+        return f": pass {name}.reshape{shape}"
+    fits = t.dim() <= min(len(shape), 2) and all(
+        own in (1, size) for own, size in zip(reversed(t.shape), reversed(shape))
+    )
+    return f": pass {name}.expand{shape}" if fits else ""
 
 
 def same_device(q: Tensor, name: str, t: Tensor, other: str = "query") -> None:
     """Raise ValueError unless the tensor is on q's device, and TypeError if there is none."""
     given(**{name: t})
-    need(t.device == q.device, "{} is on {}, but {} is on {}", name, t.device, other, q.device)
+    if t.device != q.device:
+        need(False, "{} is on {}, but {} is on {}: pass {}.to({}.device)", name, t.device, other,
+             q.device, name, other)  # fmt: skip
+
+
+def same_dtype(q: Tensor, name: str, t: Tensor, other: str = "query") -> None:
+    """Raise TypeError unless the tensor has q's dtype."""
+    if t.dtype != q.dtype:
+        need(False, "{} is {}, but {} is {}: pass {}.to({}.dtype)", name, t.dtype, other, q.dtype,
+             name, other, error=TypeError)  # fmt: skip
+
+
+_CASTS = {
+    torch.int32: "int", torch.int64: "long", torch.bool: "bool", torch.float16: "half",
+    torch.bfloat16: "bfloat16", torch.float32: "float", torch.float64: "double",
+}  # fmt: skip
+
+
+def has_dtype(name: str, t: Tensor, dtype: torch.dtype) -> None:
+    """Raise TypeError unless the tensor has this dtype."""
+    if t.dtype != dtype:
+        need(False, "{} must be {}, got {}: pass {}.{}()", name, dtype, t.dtype, name,
+             _CASTS[dtype], error=TypeError)  # fmt: skip
 
 
 def _seed(q: Tensor, seed: Tensor, words: tuple[int, int, int] | None) -> None:
     """Raise unless it is a seed of dropout, or a word for each row in the shape `words`."""
     if words is None or seed.dtype != torch.int32 or seed.dim() != 3:
         integers(q, "dropout_seed", seed, torch.int64)
-        need(seed.numel() == 1, "dropout_seed must have one element, got shape {}", seed.shape)
+        need(seed.numel() == 1, "dropout_seed must have one element, got shape {}: pass "
+             "dropout_seed[:1]", seed.shape)  # fmt: skip
         return
     same_device(q, "dropout_seed", seed)
     message = "dropout_seed of int32 must have shape {}, a word for each row, got {}"
@@ -392,13 +526,21 @@ def _seed(q: Tensor, seed: Tensor, words: tuple[int, int, int] | None) -> None:
 def integers(q: Tensor, name: str, t: Tensor, dtype: torch.dtype = torch.int32) -> None:
     """Raise unless the tensor has this dtype and is on query's device."""
     same_device(q, name, t)
-    need(t.dtype == dtype, "{} must be {}, got {}", name, dtype, t.dtype, error=TypeError)
+    has_dtype(name, t, dtype)
 
 
-def floats(q: Tensor, name: str, t: Tensor, *also: torch.dtype) -> None:
-    """Raise unless the tensor is on query's device, in query's dtype, float32 or one of `also`."""
+def floats(
+    q: Tensor, name: str, t: Tensor, *also: torch.dtype, remedy: Callable[[], str] | None = None
+) -> None:
+    """Raise unless the tensor is on query's device, in query's dtype, float32 or one of `also`.
+
+    `remedy` is for tensors that are not floating point.
+    """
     same_device(q, name, t)
     dtypes = dict.fromkeys((*also, q.dtype, torch.float32))
     if t.dtype not in dtypes:
         names = " or ".join(_plain(dtype) for dtype in dtypes)
-        need(False, "{} must be {}, got {}", name, names, t.dtype, error=TypeError)
+        cast = f": pass {name}.float()"
+        if remedy is not None and not t.dtype.is_floating_point:
+            cast = remedy()
+        need(False, "{} must be {}, got {}{}", name, names, t.dtype, cast, error=TypeError)

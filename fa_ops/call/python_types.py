@@ -6,7 +6,11 @@ values are checked in `checks`.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import numbers
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -46,7 +50,11 @@ def checked_call(
     if operands.cu_seqlens_q is not None and operands.page_table is None:
         need_tensor("cu_seqlens_k", operands.cu_seqlens_k)
     if (operands.new_key is None) != (operands.new_value is None):
-        raise ValueError("key and value must be given together")
+        given, missing = ("key", "value") if operands.new_value is None else ("value", "key")
+        raise ValueError(
+            f"key and value must be given together, got {given} without {missing}: pass both, or "
+            "neither where nothing is appended"
+        )
     call = signature.call(query, key, value, operands, scalars)
     options, changes = call.options, {}
     for name in _FLAGS:
@@ -65,7 +73,7 @@ def checked_call(
         changes["num_splits"] = need_int("num_splits", options.num_splits)
     dtype = options.qk_dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"qk_dtype must be a torch.dtype, got {dtype!r}")
+        raise TypeError(f"qk_dtype must be a torch.dtype, got {dtype!r}: pass torch.int8")
     backend = options.backend
     if backend is None:
         backend = backend_option.chosen()
@@ -97,10 +105,13 @@ def sides(window: Window | None) -> tuple[int, int]:
     if window is None:
         return -1, -1
     if not isinstance(window, tuple | list) or len(window) != 2:
-        raise TypeError(f"window must be a pair (left, right), got {window!r}")
+        raise TypeError(
+            f"window must be a pair (left, right), got {window!r}: as (5, 0) for the 5 keys before "
+            "each query"
+        )
     for side in window:
         if side is not None and not is_int(side):
-            raise TypeError(f"window must hold ints or None, got {window!r}")
+            raise TypeError(f"window must hold ints or None, got {window!r}: None is unbounded")
     left, right = window
     return _side(left), _side(right)
 
@@ -110,14 +121,46 @@ def _side(side: int | None) -> int:
         return -1
     side = bounded(side if isinstance(side, torch.SymInt) else int(side))
     if side < -(2**63):
-        raise ValueError(f"window must hold integers of 64 bits, got {_short(side)}")
+        raise ValueError(
+            f"window must hold integers of 64 bits, got {_short(side)}: None is unbounded"
+        )
     return side
+
+
+# The names of other libraries, and those here.
+_OTHER_NAMES = {
+    "causal": "is_causal", "dropout": "dropout_p", "mask": "attn_mask", "attn_bias": "attn_mask",
+    "attention_mask": "attn_mask", "softmax_scale": "scale", "sm_scale": "scale",
+    "scaling": "scale", "window_size": "window", "sliding_window": "window",
+    "logits_soft_cap": "softcap", "s_aux": "sinks", "learnable_sink": "sinks",
+    "return_attn_probs": "return_lse", "return_softmax_lse": "return_lse",
+    "need_weights": "return_lse", "block_table": "page_table", "block_tables": "page_table",
+    "cache_seqlens": "kv_lens", "seqused_k": "kv_lens", "cu_seqlens_kv": "cu_seqlens_k",
+    "max_seqlen_kv": "max_seqlen_k", "k_cache": "key_cache", "v_cache": "value_cache",
+    "k": "key", "v": "value", "q_descale": "q_scale", "k_descale": "k_scale",
+    "v_descale": "v_scale",
+}  # fmt: skip
+
+
+def refuse_unknown(function: Callable, unknown: dict[str, object]) -> NoReturn:
+    """Raise TypeError for arguments that a public function does not have, with what was meant."""
+    name = next(iter(unknown))
+    known = inspect.signature(function).parameters
+    meant = _OTHER_NAMES.get(name)
+    if meant not in known:
+        meant = next(iter(difflib.get_close_matches(name, known.keys() - {"unknown"}, 1)), None)
+    remedy = "" if meant is None else f": did you mean {meant}?"
+    if name == "enable_gqa":
+        remedy = ": leave it out, as heads may always form groups"
+    elif meant == "return_lse":
+        remedy = ": did you mean return_lse? It returns lse; weights are never stored"
+    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{remedy}")
 
 
 def need_int(name: str, value: object, kind: str = "an int") -> int:
     """The value, of Python's own type."""
     if not is_int(value):
-        raise TypeError(f"{name} must be {kind}, got {value!r}")
+        raise TypeError(f"{name} must be {kind}, got {value!r}{_item(name, value)}")
     if isinstance(value, torch.SymInt):
         return value
     value = int(value)
@@ -135,10 +178,14 @@ def _short(value: int) -> str:
     return str(value) if value.bit_length() < 128 else f"an integer of {value.bit_length()} bits"
 
 
+def _item(name: str, value: object) -> str:
+    return f": pass {name}.item()" if isinstance(value, Tensor) and value.dim() == 0 else ""
+
+
 def need_bool(name: str, value: object) -> None:
     """Raise TypeError unless the value is a bool of Python or of torch.compile."""
     if not isinstance(value, _BOOL):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
+        raise TypeError(f"{name} must be a bool, got {value!r}: pass True or False")
 
 
 def need_number(name: str, value: object) -> float:
@@ -147,7 +194,7 @@ def need_number(name: str, value: object) -> float:
         return value
     is_float = isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational)
     if not is_float and not is_int(value):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {value!r}{_item(name, value)}")
     try:
         return float(value)
     except OverflowError:
@@ -165,7 +212,8 @@ def read_scale(scale: object) -> object:
     if scale.dim() or scale.dtype == torch.bool or scale.is_complex():
         raise TypeError(
             "scale must be a number, or a tensor with one and without dimensions, got one of "
-            f"shape {tuple(scale.shape)} and {dtype_name(scale.dtype)}"
+            f"shape {tuple(scale.shape)} and {dtype_name(scale.dtype)}: pass scale.item(), or "
+            "multiply query by it"
         )
     remedy = "multiply query by it, and pass scale=1.0"
     if not is_traced_by_dynamo() and is_differentiated(scale):
@@ -189,13 +237,35 @@ def need_tensor(name: str, value: object) -> Tensor:
     """The value, if it is a Tensor with strides or stands for one; raises TypeError if not."""
     if isinstance(value, Tensor):
         if value.layout not in (torch.strided, torch.jagged):
-            raise TypeError(f"{name} must be a strided Tensor, got one of {value.layout}")
+            raise TypeError(
+                f"{name} must be a strided Tensor, got one of {value.layout}: pass "
+                f"{name}.to_dense()"
+            )
         if value.is_nested and value.layout is torch.strided:
             raise TypeError(f"{name} must be a Tensor, or a nested one with layout=torch.jagged, "
-                            "got a nested one of torch.strided")  # fmt: skip
+                            "got a nested one of torch.strided: pass torch.nested.nested_tensor("
+                            f"{name}.unbind(), layout=torch.jagged)")  # fmt: skip
     elif not is_proxy(value):
-        raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a Tensor, got {kind}{_as_tensor(name, value)}")
     return value
+
+
+# The tensors of integers, with the shapes that a single int stands for.
+_INTEGERS = {
+    "kv_lens": "(B,)", "page_table": None, "cu_seqlens_q": None, "cu_seqlens_k": None,
+    "key_ranges": None, "mask_blocks": None,
+}  # fmt: skip
+
+
+def _as_tensor(name: str, value: object) -> str:
+    """How a value becomes a tensor, after a colon."""
+    if is_int(value) and _INTEGERS.get(name) is not None:
+        return f": pass torch.full({_INTEGERS[name]}, {name}, dtype=torch.int32)"
+    if isinstance(value, list | tuple) or hasattr(value, "__array__"):
+        kind = ", dtype=torch.int32" if name in _INTEGERS else ""
+        return f": pass torch.tensor({name}{kind})"
+    return ""
 
 
 def is_proxy(value: object) -> bool:

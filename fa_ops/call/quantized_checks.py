@@ -22,25 +22,22 @@ def quantized(
     """
     checks.given(query=q, key=k, value=v)
     for name, t in (("query", q), ("key", k), ("value", v)):
-        need(t.dim() == 4, "{} must have shape (B, H, S, D), got {}", name, t.shape)
-        need(t.dtype == q.dtype, "{} is {}, but query is {}", name, t.dtype, q.dtype,
-             error=TypeError)  # fmt: skip
-        need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
+        checks.rank(name, t, checks.LAYOUT)
+        checks.same_dtype(q, name, t)
+        checks.same_device(q, name, t)
     need(q.dtype == FP8 or q.dtype in DTYPES,
-         "query must be float16, bfloat16, float32 or float8_e4m3fn, got {}", q.dtype,
-         error=TypeError)  # fmt: skip
+         "query must be float16, bfloat16, float32 or float8_e4m3fn, got {}: cast query, key and "
+         "value, as by query.float()", q.dtype, error=TypeError)  # fmt: skip
     (B, Hq, Sq, D), (Bk, Hkv, Sk, Dk), (Bv, Hv, Sv, _) = q.shape, k.shape, v.shape
-    need(Bk == B, "key has batch size {}, but query's is {}", Bk, B)
-    need(Bv == B, "value has batch size {}, but query's is {}", Bv, B)
-    need(Sv == Sk, "value has length {}, but key's is {}", Sv, Sk)
+    checks.batches_and_lengths(B, (Bk, Sk), (Bv, Sv))
     checks.heads(Hq, Hkv, Hv, D, Dk)
     _scales(q, k, v, quantization)
     dtype = quantization.qk_dtype
     need(dtype is None or dtype in QK_DTYPES, "qk_dtype must be int8 or float8_e4m3fn, got {}",
          dtype, error=TypeError)  # fmt: skip
     checks.options(q, spec, B, Hq)
-    need(spec.sinks is None or spec.sinks.dtype.itemsize > 1, "sinks must be float32, got {}", FP8,
-         error=TypeError)  # fmt: skip
+    if spec.sinks is not None and spec.sinks.dtype.itemsize == 1:
+        checks.has_dtype("sinks", spec.sinks, torch.float32)
     if spec.key_ranges is not None:
         checks.key_ranges(q, spec.key_ranges, B, Hq, Sq)
     if real:
@@ -56,17 +53,21 @@ def packed(
     With a page `table`, key and value are pages.
     """
     cu_seqlens_q, cu_seqlens_k, *longest = packing
-    keys = "(T, H, D)" if table is None else "(pages, page_size, H, D)"
-    for name, t, layout in (("query", q, "(T, H, D)"), ("key", k, keys), ("value", v, keys)):
-        need(
-            t.dim() == layout.count(",") + 1, "{} must have shape {}, got {}", name, layout, t.shape
-        )
-        need(t.dtype == FP8, "{} must be float8_e4m3fn with q_scale, got {}", name, t.dtype,
+    keys = checks.PACKED_LAYOUT if table is None else checks.PAGES_LAYOUT
+    for name, t, layout in (
+        ("query", q, checks.PACKED_LAYOUT),
+        ("key", k, keys),
+        ("value", v, keys),
+    ):
+        checks.rank(name, t, layout)
+        need(t.dtype == FP8, "{0} must be float8_e4m3fn with q_scale, got {1}: pass {0} divided by "
+             "its scale, as float8_e4m3fn, or no scales", name, t.dtype,
              error=TypeError)  # fmt: skip
-        need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
-    need(v.shape[:-2] == k.shape[:-2], "value has shape {}, but key has {}", v.shape, k.shape)
+        checks.same_device(q, name, t)
+    need(v.shape[:-2] == k.shape[:-2], "value has shape {}, but key has {}: both are {}", v.shape,
+         k.shape, keys)  # fmt: skip
     (_, Hq, D), (*_, Hkv, Dk), (*_, Hv, _) = q.shape, k.shape, v.shape
-    checks.heads(Hq, Hkv, Hv, D, Dk)
+    checks.heads(Hq, Hkv, Hv, D, Dk, layout=keys)
     _borders(q, "cu_seqlens_q", cu_seqlens_q)
     B = cu_seqlens_q.shape[0] - 1
     if table is None:
@@ -75,13 +76,14 @@ def packed(
     else:
         checks.integers(q, "page_table", table)
         need(table.dim() == 2 and table.shape[0] == B,
-             "page_table must have shape ({}, max_pages), got {}", B, table.shape)  # fmt: skip
-        need(k.shape[1] > 0, "page_size must be positive, got {}", k.shape[1])
+             "page_table must have shape ({}, max_pages), got {}: it has a row of pages for each "
+             "sequence", B, table.shape)  # fmt: skip
+        need(k.shape[1] > 0, "page_size must be positive, got {}: key is {}", k.shape[1], keys)
     for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest):
-        need(most is None or most >= 0, "{} must not be negative, got {}", name, most)
+        checks.bound(name, most)
     for name, t, H in zip(quantization._fields, quantization[:3], (Hq, Hkv, Hkv)):
         checks.same_device(q, name, t)
-        need(t.dtype == torch.float32, "{} must be float32, got {}", name, t.dtype, error=TypeError)
+        checks.has_dtype(name, t, torch.float32)
         need(t.shape == (B, H) or (t.dim() < 2 and t.numel() == 1),
              "{} must have one element, or shape (B, H) with {} sequences and {} heads, got {}",
              name, B, H, t.shape)  # fmt: skip
@@ -91,8 +93,7 @@ def packed(
 
 def _borders(q: Tensor, name: str, ends: Tensor) -> None:
     checks.integers(q, name, ends)
-    need(ends.dim() == 1 and ends.shape[0] >= 1, "{} must have shape (B + 1,), got {}", name,
-         ends.shape)  # fmt: skip
+    checks.borders(name, ends)
 
 
 def values(
@@ -115,11 +116,13 @@ def _scales(q: Tensor, k: Tensor, v: Tensor, quantization: Quantization) -> None
     is_eight_bit, Dv = q.dtype == FP8, v.shape[3]
     for name, t, of in zip(quantization._fields, quantization[:3], (q, k, v)):
         if t is None:
-            need(not is_eight_bit, "query is float8_e4m3fn, which needs {}", name)
+            need(not is_eight_bit, "query is float8_e4m3fn, which needs {}, got None: pass "
+                 "torch.ones(1) for numbers without a scale", name)  # fmt: skip
             continue
-        need(is_eight_bit, "{} is for tensors in float8_e4m3fn, but query is {}", name, q.dtype)
+        need(is_eight_bit, "{0} is for tensors in float8_e4m3fn, but query is {1}: pass {0}=None",
+             name, q.dtype)  # fmt: skip
         checks.same_device(q, name, t)
-        need(t.dtype == torch.float32, "{} must be float32, got {}", name, t.dtype, error=TypeError)
+        checks.has_dtype(name, t, torch.float32)
         B, H, S, _ = of.shape
         if t.dim() < 2:
             need(t.numel() == 1, "{} must have one element, or shape (B, H, ...), got {}", name,

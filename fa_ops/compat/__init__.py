@@ -78,7 +78,10 @@ def install(name: str) -> None:
     for module in package.modules:
         found = sys.modules.get(module)
         if found is not None and not _is_ours(found):
-            raise RuntimeError(f"{module} has been imported from {getattr(found, '__file__', '?')}")
+            origin = getattr(found, "__file__", "?")
+            raise RuntimeError(
+                f"{module} has been imported from {origin}: call install before the first import"
+            )
     for module in package.modules:
         if module not in sys.modules:
             sys.modules[module] = module_from_spec(spec := _spec_of(module, package.modules))
@@ -150,6 +153,11 @@ def _is_special(name: str) -> bool:
     return name.startswith("__") and name not in ("__version__", "__all__", "__getattr__")
 
 
+def _is_imported_now() -> bool:
+    """Whether the finder's caller is an import, and does not merely ask where a module is."""
+    return sys._getframe(3).f_code.co_name == "_find_and_load_unlocked"
+
+
 class _Installed(Distribution):
     """What importlib.metadata knows of an installed package."""
 
@@ -175,10 +183,25 @@ class _Finder(DistributionFinder):
         self.installed: dict[str, _Installed] = {}
 
     def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
-        """The spec of a module that was taken out of sys.modules, or is reloaded."""
+        """The spec of a module that was taken out of sys.modules, or is reloaded.
+
+        Raises:
+            ModuleNotFoundError: an import asks for a module that fa_ops does not stand in for.
+                `importlib.util.find_spec`, by which libraries look for modules, gets None.
+        """
         for installed in self.installed.values():
             if fullname in installed.modules:
                 return _spec_of(fullname, installed.modules)
+        package = fullname.partition(".")[0]
+        for installed in self.installed.values():
+            if package in installed.modules and _is_imported_now():
+                known = ", ".join(name for name, source in installed.modules.items() if source)
+                raise ModuleNotFoundError(
+                    f"No module named {fullname!r}: fa_ops stands in for {package} and has no "
+                    f"{fullname}, only {known}; the others are in the real package, after "
+                    f"fa_ops.compat.uninstall({package!r})",
+                    name=fullname,
+                )
         return None
 
     def find_distributions(self, context=None):

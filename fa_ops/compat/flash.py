@@ -40,7 +40,7 @@ def flag(name: str, value: object) -> bool:
     """A bool in place of 0, 1 or one of their kinds. Raises TypeError for anything else."""
     value = scalar(value)
     if not isinstance(value, int | float) or value not in (0, 1):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
+        raise TypeError(f"{name} must be a bool, got {value!r}: pass True or False")
     return bool(value)
 
 
@@ -129,7 +129,7 @@ def of_sequences(name: str, x: Tensor | None, count: int) -> Tensor | None:
 def need_int32(name: str, x: Tensor) -> Tensor:
     """The tensor. Raises TypeError for anything but an int32 tensor."""
     if need_tensor(name, x).dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {dtype_name(x.dtype)}")
+        raise TypeError(f"{name} must be int32, got {dtype_name(x.dtype)}: pass {name}.int()")
     return x
 
 
@@ -478,7 +478,8 @@ def check_appended(
     if has_memory:
         has_pages = caches.table.shape[1] > 1  # one is a row of a contiguous cache
         checks.need(not cache_memory.caches_share_memory(caches.k, caches.v, has_pages),
-                    "v_cache shares memory with k_cache, and both are written to")  # fmt: skip
+                    "v_cache shares memory with k_cache, and both are written to: pass "
+                    "v_cache.clone()")  # fmt: skip
     checks.integers(k, "cu_seqlens_k_new", ends)
     has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,))
     checks.integers(k, "cache_seqlens", lens)
@@ -648,14 +649,19 @@ def ranges_from(q: Tensor, leftpad: Tensor, rows: int) -> Tensor:
 def check_new(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
     """Raise ValueError for arguments that lack another."""
     if (rotary_cos is None) != (rotary_sin is None):
-        raise ValueError("rotary_cos and rotary_sin must be given together")
+        raise ValueError(
+            "rotary_cos and rotary_sin must be given together, got one: pass both, or neither"
+        )
     for name, t in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
         if t is not None:
             need_tensor(name, t)
     if rotary_cos is not None and k is None:
         raise ValueError("k must be given with rotary_cos, which rotates both queries and new keys")
     if (k is None) != (v is None):
-        raise ValueError("k and v must be given together")
+        given, missing = ("v", "k") if k is None else ("k", "v")
+        raise ValueError(
+            f"k and v must be given together, got {given} without {missing}: pass both, or neither"
+        )
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with k, which is written behind them")
 

@@ -76,7 +76,7 @@ def check_masks(
     for name, t in given.items():
         if t is not None and need_tensor(name, t).dtype != torch.int32:
             found = dtype_name(t.dtype)
-            raise TypeError(f"{name} must be int32, got {found}")
+            raise TypeError(f"{name} must be int32, got {found}: pass {name}.int()")
     if key_ranges is not None and (
         key_ranges.dim() != 4 or key_ranges.shape[3] != 2 or key_ranges.shape[2] not in (1, tokens)
     ):

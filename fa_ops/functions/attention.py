@@ -21,6 +21,7 @@ from fa_ops.call.python_types import (
     need_tensor,
     probability,
     read_scale,
+    refuse_unknown,
     sides,
 )
 from fa_ops.ops import autocast, dense, masks, merge, seeds, varlen
@@ -59,6 +60,8 @@ def attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     mask_blocks: Tensor | None = None,
+    enable_gqa: bool = False,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Fused attention: ``softmax(scale * query @ key.T + ...) @ value``, the scores never stored.
 
@@ -79,7 +82,9 @@ def attention(
         key: ``(B, Hkv, Sk, D)``, query's dtype.
         value: ``(B, Hkv, Sk, Dv)``, query's dtype.
         attn_mask: broadcastable to ``(B, Hq, Sq, Sk)``. Bool keeps where True; float (query's
-            dtype or float32) is added to the scores and may require grad.
+            dtype or float32) is added to the scores and may require grad. A padding mask
+            ``(B, Sk)`` of a tokenizer is ``mask[:, None, None, :].bool()``; two dimensions are
+            ``(Sq, Sk)``.
         dropout_p: probability in [0, 1) of dropping a softmax weight. The seed is drawn from
             torch's generator of query's device.
         is_causal: query ``i`` attends keys ``j <= i + Sk - Sq``.
@@ -113,6 +118,8 @@ def attention(
             scores that the mask excludes entirely are then skipped, and the mask is not read where
             it changes nothing; no result depends on it. Make it once and pass it to all layers
             that share the mask; make it again after the mask was written to.
+        enable_gqa: as SDPA has it, and without effect: heads may always form groups.
+        **unknown: refused; the message has the name here of arguments of other libraries.
 
     Returns:
         ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory, so
@@ -134,8 +141,12 @@ def attention(
         >>> fa_ops.attention(q, k, v, is_causal=True).shape
         torch.Size([1, 9, 512, 64])
     """
+    if unknown:
+        refuse_unknown(attention, unknown)
     if type(return_lse) is not bool:
         need_bool("return_lse", return_lse)
+    if type(enable_gqa) is not bool:
+        need_bool("enable_gqa", enable_gqa)
     if scale is not None and type(scale) is not float:
         scale = read_scale(scale)
     if not (q_scale is k_scale is v_scale is None):
@@ -190,6 +201,7 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Fused attention over a batch of sequences of different lengths, concatenated (packed).
 
@@ -232,6 +244,7 @@ def attention_varlen(
         return_lse: also return the logarithm of the softmax's denominator.
         deterministic: a bitwise repeatable backward.
         backend: as in :func:`attention`.
+        **unknown: refused.
 
     Returns:
         ``out`` ``(Tq, Hq, Dv)`` in query's dtype; with ``return_lse`` ``(out, lse)``, ``lse``
@@ -251,6 +264,8 @@ def attention_varlen(
         >>> fa_ops.attention_varlen(q, q, q, ends, ends, is_causal=True).shape
         torch.Size([10, 4, 64])
     """
+    if unknown:
+        refuse_unknown(attention_varlen, unknown)
     if type(return_lse) is not bool:
         need_bool("return_lse", return_lse)
     if scale is not None and type(scale) is not float:

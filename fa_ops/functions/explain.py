@@ -12,7 +12,7 @@ from torch import Tensor
 from fa_ops.call import backend_option
 from fa_ops.call.call import CACHED, DENSE, PACKED, QUANTIZED, QUANTIZED_PACKED, Call, Signature
 from fa_ops.call.options import Cache, Operands, Options, Quantization
-from fa_ops.call.python_types import checked_call, read_scale, sides
+from fa_ops.call.python_types import checked_call, read_scale, refuse_unknown, sides
 from fa_ops.functions import attention, kv_cache, quantized, varlen
 from fa_ops.functions import varlen_quantized as packed_quantized
 from fa_ops.functions.varlen import PagedCall
@@ -44,7 +44,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
         where the call's plan is run at once, "record" where autograd records it, "autocast"
         where one of these follows a cast to autocast's dtype (the rest of the explanation is of
         the tensors given), "dispatch" where PyTorch's dispatcher takes part; ``reasons``: for each
-        backend why it refuses the call, or None. Printing the result shows all of it.
+        backend why it refuses the call, or None; ``notes``: what the dimensions of the tensors are
+        taken for, and which keys the first query of a causal call attends. Printing the result
+        shows all of it.
 
     Raises:
         ValueError, TypeError: what the call itself would raise.
@@ -54,11 +56,20 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
         backend: cpu
         kernel: forward
         route: direct
+        query: 1 row, 2 heads, 8 tokens, 16 features
+        key: 1 row, 2 heads, 8 tokens, 16 features
+        value: 1 row, 2 heads, 8 tokens, 16 features
+        causal, bottom right: query 0 attends key 0
           hopper: needs a CUDA device
           triton: ...
           cpu: can run this
           reference: can run this
     """
+    found = _explain(query, key, value, options)
+    return found._replace(notes=_notes(query, key, value, options))
+
+
+def _explain(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallExplanation:
     one = None
     if "cu_seqlens_q" in options and _has_scales(options):
         return _packed_quantized(query, key, value, options)
@@ -72,6 +83,46 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
     call = describe(query, key, value, options)
     planning.check(call)
     return _explained(call, one)
+
+
+def _notes(query: Tensor, key: Tensor, value: Tensor, options: dict) -> tuple[str, ...]:
+    """What a checked call's tensors are taken for, and what causality means for them."""
+    is_packed, is_paged = "cu_seqlens_q" in options, options.get("page_table") is not None
+    described = "tokens", "heads", "features"
+    of_query = described if is_packed else ("rows", "heads", "tokens", "features")
+    of_keys = ("pages", "tokens", "heads", "features") if is_paged else of_query
+    lines = [
+        f"{name}: " + ", ".join(map(_counted, t.shape, names))
+        for name, t, names in (("query", query, of_query), ("key", key, of_keys),
+                               ("value", value, of_keys))
+    ]  # fmt: skip
+    if not is_packed and not is_paged:
+        heads, tokens = max(query.shape[1], key.shape[1]), key.shape[2]
+        if heads > 4 * tokens:
+            lines.append(
+                f"hint: {_counted(heads, 'heads')} of {_counted(tokens, 'tokens')}: tensors are "
+                "(B, H, S, D); from (B, S, H, D) pass .transpose(1, 2)"
+            )
+    if options.get("is_causal"):
+        lines.append(f"causal, bottom right: {_first_query(query, key, options)}")
+    return tuple(lines)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun.removesuffix('s') if count == 1 else noun}"
+
+
+def _first_query(query: Tensor, key: Tensor, options: dict) -> str:
+    """Which keys the first query of a causal call attends."""
+    if "cu_seqlens_q" in options:
+        return "query 0 of m queries and n keys of a sequence attends keys 0 to n - m"
+    if options.get("kv_lens") is not None:
+        held = "n keys, the new ones included," if options.get("key") is not None else "n keys"
+        return f"query 0 of a row of {held} attends keys 0 to n - {query.shape[2]}"
+    last = key.shape[2] - query.shape[2]
+    if last < 0:
+        return f"the first {-last} of {query.shape[2]} queries attend no key"
+    return "query 0 attends key 0" if last == 0 else f"query 0 attends keys 0 to {last}"
 
 
 def _explained(call: Call, one: Call | None) -> CallExplanation:
@@ -155,7 +206,10 @@ def _bound(function: Callable, query: Tensor, key: Tensor, value: Tensor, option
         bound = inspect.signature(function).bind(query, key, value, **options)
     except TypeError as error:
         raise TypeError(f"{function.__name__}: {error}") from None
+    if unknown := bound.arguments.pop("unknown", None):
+        refuse_unknown(function, unknown)
     bound.apply_defaults()
+    del bound.arguments["unknown"]
     return bound.arguments | {"scale": read_scale(bound.arguments["scale"])}
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fa_ops.call.call import CACHED, Call
 from fa_ops.call.options import new_operands
-from fa_ops.call.python_types import Window, need_bool, read_scale, sides
+from fa_ops.call.python_types import Window, need_bool, read_scale, refuse_unknown, sides
 from fa_ops.ops import autocast, kv_cache
 from fa_ops.ops.eager import PublicFunction, run
 from fa_ops.ops.schemas import Schema
@@ -45,6 +45,7 @@ def attention_with_kv_cache(
     unified_max: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention of one query token, a few, or a whole prompt over a key-value cache. No gradient.
 
@@ -106,6 +107,7 @@ def attention_with_kv_cache(
             it is too far off are computed again without it. The triton backend uses it.
         return_lse: also return the logarithm of the softmax's denominator.
         backend: as in :func:`attention`.
+        **unknown: refused.
 
     Returns:
         ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory; with
@@ -129,6 +131,8 @@ def attention_with_kv_cache(
         >>> fa_ops.attention_with_kv_cache(q, k, v, lens, key=new, value=new).shape
         torch.Size([1, 8, 1, 64])
     """
+    if unknown:
+        refuse_unknown(attention_with_kv_cache, unknown)
     if type(return_lse) is not bool:
         need_bool("return_lse", return_lse)
     if scale is not None and type(scale) is not float:

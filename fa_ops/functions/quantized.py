@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fa_ops.call.call import QUANTIZED
 from fa_ops.call.options import Operands, dtype_name, new_operands
-from fa_ops.call.python_types import Window, need_bool, read_scale, sides
+from fa_ops.call.python_types import Window, need_bool, read_scale, refuse_unknown, sides
 from fa_ops.ops import autocast, quantized
 from fa_ops.ops.eager import PublicFunction, run
 
@@ -34,6 +34,7 @@ def quantized_attention(
     rotate: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention whose two products are computed with 8-bit numbers, for inference.
 
@@ -66,6 +67,7 @@ def quantized_attention(
             over all and changes no product.
         return_lse: also return the logarithm of the softmax's denominator.
         backend: as in :func:`attention`.
+        **unknown: refused.
 
     Returns:
         ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory; with
@@ -85,10 +87,12 @@ def quantized_attention(
         >>> fa_ops.quantized_attention(q, k, v, is_causal=True).shape
         torch.Size([1, 8, 512, 64])
     """
+    if unknown:
+        refuse_unknown(quantized_attention, unknown)
     if type(return_lse) is not bool:
         need_bool("return_lse", return_lse)
     if qk_dtype is None:
-        raise TypeError("qk_dtype must be a torch.dtype, got None")
+        raise TypeError("qk_dtype must be a torch.dtype, got None: pass torch.int8")
     if scale is not None and type(scale) is not float:
         scale = read_scale(scale)
     operands = new_operands((
@@ -111,7 +115,8 @@ def scaled_attention(
     refuse_missing(operands)
     if isinstance(query, Tensor) and query.dtype.itemsize > 1:
         raise TypeError(
-            f"q_scale is for tensors in float8_e4m3fn, but query is {dtype_name(query.dtype)}"
+            f"q_scale is for tensors in float8_e4m3fn, but query is {dtype_name(query.dtype)}: "
+            "pass query / q_scale as float8_e4m3fn, or call quantized_attention without scales"
         )
     scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, None, False, False)
     return run(query, key, value, operands, scalars, _QUANTIZED, return_lse)
@@ -122,7 +127,10 @@ def refuse_given(arguments: dict[str, tuple]) -> None:
     for name, (value_given, default) in arguments.items():
         is_number = isinstance(value_given, int | float)
         if value_given is not default and not (is_number and value_given == default):
-            raise ValueError(f"{name} must not be given with q_scale, k_scale and v_scale")
+            raise ValueError(
+                f"{name} must not be given with q_scale, k_scale and v_scale: leave it out, or "
+                "pass tensors of 16 bits without scales"
+            )
 
 
 def refuse_missing(operands: Operands) -> None:
@@ -130,4 +138,7 @@ def refuse_missing(operands: Operands) -> None:
     scales = "q_scale", "k_scale", "v_scale"
     missing = [name for name in scales if getattr(operands, name) is None]
     if missing:
-        raise ValueError(f"q_scale, k_scale and v_scale go together: {missing[0]} is missing")
+        raise ValueError(
+            f"q_scale, k_scale and v_scale go together: {missing[0]} is missing, pass "
+            "torch.ones(1) for numbers without a scale"
+        )

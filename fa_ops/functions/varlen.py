@@ -101,14 +101,17 @@ def arguments(
     if (kv_lens is None) == (cu_seqlens_k is None):
         given = "neither" if kv_lens is None else "both"
         raise ValueError(
-            f"kv_lens or cu_seqlens_k must be given with page_table, one of them, got {given}"
+            f"kv_lens or cu_seqlens_k must be given with page_table, one of them, got {given}: "
+            "pass kv_lens and cu_seqlens_k=None"
         )
     if options["backend"] is not None:
         backend_option.check_name(options["backend"])
     need_bool("is_causal", options["is_causal"])
     need_bool("deterministic", deterministic)
     if probability(dropout_p):
-        raise ValueError(f"dropout_p must be 0 with page_table, got {dropout_p}")
+        raise ValueError(
+            f"dropout_p must be 0 with page_table, got {dropout_p}: copy the pages to packed keys"
+        )
     if kv_lens is None:
         kv_lens = _lengths(query, cu_seqlens_k, page_table)
     if max_seqlen_q is not None:
@@ -129,7 +132,7 @@ def _lengths(query: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> Tensor:
         found = tuple(cu_seqlens_k.shape)
         raise ValueError(f"cu_seqlens_k must have shape ({size},), got {found}")
     if tracing.can_read(cu_seqlens_k):
-        checks.cu_seqlens("cu_seqlens_k", cu_seqlens_k, MAX_KEYS)
+        checks.cu_seqlens("cu_seqlens_k", cu_seqlens_k, MAX_KEYS, all_tokens=False)
     return cu_seqlens_k.diff()
 
 
@@ -172,16 +175,16 @@ def check(
     On the CPU also for cu_seqlens, lengths and pages that do not lie among the tokens and pages,
     and for sequences that are longer than `longest`.
     """
-    need, layout = checks.need, "(pages, page_size, Hkv, D)"
-    need(query.dim() == 3, "query must have shape (T, H, D), got {}", query.shape)
+    need = checks.need
+    checks.rank("query", query, checks.PACKED_LAYOUT)
     for name, cache in (("key", key), ("value", value)):
-        need(cache.dim() == 4, "{} must have shape {} with page_table, got {}", name, layout,
-             cache.shape)  # fmt: skip
+        need(cache.dim() == 4, "{} must have shape {} with page_table, got {}: without it pass "
+             "page_table=None", name, checks.PAGES_LAYOUT, cache.shape)  # fmt: skip
     is_traced = tracing.is_compiling()  # whose messages must be constant: the operator's are
     if not is_traced:
         cache_checks.pages(query, key, value, ("key", "value"))
-    need(page_table.dim() == 2, "page_table must have shape (B, max_pages), got {}",
-         page_table.shape)  # fmt: skip
+    need(page_table.dim() == 2, "page_table must have shape (B, max_pages), got {}: it has a row "
+         "of pages for each sequence", page_table.shape)  # fmt: skip
     B = page_table.shape[0]
     integers = ("cu_seqlens_q", cu_seqlens_q), ("kv_lens", kv_lens), ("page_table", page_table)
     for name, t in integers:
@@ -191,7 +194,9 @@ def check(
             raise ValueError(f"{name} must have shape ({size},), got {tuple(t.shape)}")
     for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest):
         if most is not None and most < 0:
-            raise ValueError(f"{name} must not be negative, got {most}")
+            raise ValueError(
+                f"{name} must not be negative, got {most}: pass None where it is not known"
+            )
     if tracing.can_read(cu_seqlens_q, kv_lens, page_table):
         checks.cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0])
         checks.max_seqlen("max_seqlen_q", longest[0], cu_seqlens_q.diff(), "queries")

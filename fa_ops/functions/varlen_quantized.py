@@ -62,7 +62,8 @@ def with_lengths(query: Tensor, tensors: Operands) -> Operands:
     if (lens is None) == (ends is None):
         given = "neither" if lens is None else "both"
         raise ValueError(
-            f"kv_lens or cu_seqlens_k must be given with page_table, one of them, got {given}"
+            f"kv_lens or cu_seqlens_k must be given with page_table, one of them, got {given}: "
+            "pass kv_lens and cu_seqlens_k=None"
         )
     if lens is None:
         checks.integers(query, "cu_seqlens_k", need_tensor("cu_seqlens_k", ends))

@@ -144,10 +144,12 @@ class CallExplanation(NamedTuple):
     kernel: str | None
     route: str
     reasons: dict[str, str | None]  # of every backend; None where it can run the call
+    notes: tuple[str, ...] = ()  # what the call's tensors are taken for
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend or 'none'}"]
         if self.kernel is not None:
             lines += [f"kernel: {self.kernel}", f"route: {self.route}"]
+        lines += self.notes
         lines += [f"  {name}: {reason or 'can run this'}" for name, reason in self.reasons.items()]
         return "\n".join(lines)

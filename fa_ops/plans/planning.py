@@ -368,10 +368,11 @@ def _with_steps_before(
 def _check_of_values(call: Call) -> Callable[..., None] | None:
     """What checks lengths, pages or cu_seqlens on the host; on CUDA kernels clamp them."""
     signature = call.signature
-    if signature is PACKED and call.query.device.type == "cpu":
+    is_read = call.query.device.type == "cpu" or DEBUG
+    if signature is PACKED and is_read:
         longest = call.options.max_seqlen_q, call.options.max_seqlen_k
         return functools.partial(checks.values, longest=longest)
-    if signature is CACHED and (call.query.device.type == "cpu" or DEBUG):
+    if signature is CACHED and is_read:
         return cache_checks.values
     return None
 

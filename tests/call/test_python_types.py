@@ -263,3 +263,41 @@ def test_numbers_of_numpy_are_numbers(kind):
         torch.manual_seed(0)
         results.append(fa_ops.attention(**given, dropout_p=p))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    "call, name, remedy",
+    [
+        ("attention", "causal", ": did you mean is_causal?"),
+        ("attention", "softmax_scale", ": did you mean scale?"),
+        ("attention", "window_size", ": did you mean window?"),
+        (
+            "attention", "return_attn_probs",
+            ": did you mean return_lse? It returns lse; weights are never stored",
+        ),
+        ("attention", "is_casual", ": did you mean is_causal?"),
+        ("attention", "colour", ""),
+        ("attention_varlen", "cu_seqlens_kv", ": did you mean cu_seqlens_k?"),
+        ("attention_varlen", "enable_gqa", ": leave it out, as heads may always form groups"),
+        ("attention_with_kv_cache", "cache_seqlens", ": did you mean kv_lens?"),
+        ("quantized_attention", "causal", ": did you mean is_causal?"),
+        ("quantized_attention", "block_table", ""),
+    ],
+)  # fmt: skip
+def test_names_of_other_libraries_are_refused_with_the_name_here(call, name, remedy):
+    function, arguments = CALLS[call]
+    arguments = arguments() | {name: True}
+    expected = f"{call}() got an unexpected keyword argument {name!r}{remedy}"
+    with pytest.raises(TypeError) as error:
+        function(**arguments)
+    assert str(error.value) == expected
+    if call.startswith("attention") and "key_cache" not in arguments:
+        tensors = [arguments.pop(n) for n in ("query", "key", "value")]
+        with pytest.raises(TypeError) as error:
+            fa_ops.explain(*tensors, **arguments)
+        assert str(error.value) == expected
+
+
+def test_enable_gqa_of_sdpa_is_accepted():
+    given = dense()
+    assert torch.equal(fa_ops.attention(**given, enable_gqa=True), fa_ops.attention(**given))

@@ -94,6 +94,19 @@ def test_other_modules_are_not_found(installed):
     assert importlib.util.find_spec("flash_attn").name == "flash_attn"
 
 
+@pytest.mark.parametrize("module", ["modules.mha", "losses.cross_entropy", "ops.triton.layer_norm"])
+def test_imports_of_other_modules_say_what_fa_ops_stands_in_for(module, installed):
+    missing = "flash_attn.ops.triton.layer_norm"
+    if not module.startswith("ops"):
+        missing = f"flash_attn.{module.partition('.')[0]}"
+    with pytest.raises(ModuleNotFoundError) as error:
+        importlib.import_module(f"flash_attn.{module}")
+    text = str(error.value)
+    assert text.startswith(f"No module named {missing!r}: fa_ops stands in for flash_attn and has")
+    assert error.value.name == missing and "flash_attn.layers.rotary" in text
+    assert "flash_attn.ops," not in text and importlib.util.find_spec("flash_attn.modules") is None
+
+
 def test_metadata(installed):
     version = importlib.metadata.version
     assert version("flash-attn") == version("flash_attn") == "2.8.3"
@@ -121,7 +134,7 @@ def test_the_real_package_is_not_replaced(monkeypatch):
     real = ModuleType("flash_attn.flash_attn_interface")
     real.__file__ = "/somewhere.py"
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", real)
-    with pytest.raises(RuntimeError, match="has been imported from /somewhere.py"):
+    with pytest.raises(RuntimeError, match="from /somewhere.py: call install before the first"):
         compat.install("flash_attn")
     assert "flash_attn" not in sys.modules
     compat.uninstall("flash_attn")

@@ -1,9 +1,13 @@
-"""max_seqlen_q and max_seqlen_k of packed sequences, which are checked on the CPU."""
+"""cu_seqlens, max_seqlen_q and max_seqlen_k of packed sequences, checked on the CPU."""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa_ops
+from fa_ops.call import checks
+from fa_ops.call.call import attention_call
+from fa_ops.plans import planning
 
 ENDS = torch.tensor([0, 3, 8], dtype=torch.int32)
 E4M3 = torch.float8_e4m3fn
@@ -20,7 +24,7 @@ def attend(dtype=torch.float32, **options):
 def test_every_call_is_checked(name, what, dtype):
     for _ in range(2):
         assert attend(dtype, **{name: 5}).shape == (8, 2, 16)
-        with pytest.raises(ValueError, match=f"^{name} is 4, but a sequence has 5 {what}$"):
+        with pytest.raises(ValueError, match=f"^{name} is 4, but a sequence has 5 {what}: pass"):
             attend(dtype, **{name: 4})
 
 
@@ -88,3 +92,43 @@ def test_a_bound_that_is_read_from_a_tensor():
     x = torch.randn(8, 2, 16)
     found = torch.compile(call, backend="aot_eager", fullgraph=True)(x, ENDS)
     torch.testing.assert_close(found, call(x, ENDS))
+
+
+@pytest.fixture
+def not_warned(monkeypatch):
+    monkeypatch.setattr(checks, "_warned", [])
+
+
+LENGTHS = torch.tensor([2, 3], dtype=torch.int32)
+FOR_LENGTHS = "if cu_seqlens_q holds lengths, pass torch.nn.functional.pad(cu_seqlens_q.cumsum(0)"
+
+
+def test_lengths_in_place_of_cu_seqlens_warn_once(not_warned, recwarn):
+    x = torch.randn(5, 2, 16)
+    for _ in range(2):
+        fa_ops.attention_varlen(x, x, x, LENGTHS, LENGTHS)
+    (warning,) = recwarn
+    text = str(warning.message)
+    assert text.startswith(
+        "cu_seqlens_q should begin with 0 and end with the number of tokens, 5, got [2, 3]: tokens "
+        f"outside give 0; {FOR_LENGTHS}"
+    )
+    ends = eval(text.rpartition("pass ")[2], {"torch": torch, "cu_seqlens_q": LENGTHS})
+    assert ends.dtype == torch.int32 and ends.tolist() == [0, 2, 5]
+
+
+@pytest.mark.parametrize("ends", [[0, 5], [0, 2, 5], [0, 0, 5], [0]])
+def test_cu_seqlens_of_all_tokens_do_not_warn(ends, not_warned, recwarn):
+    checks.cu_seqlens("cu_seqlens_q", torch.tensor(ends, dtype=torch.int32), 5)
+    checks.cu_seqlens("cu_seqlens_k", LENGTHS, 5, all_tokens=False)
+    assert not list(recwarn)
+
+
+@pytest.mark.parametrize("device, debug, checked", [("cpu", 0, 1), ("cuda", 0, 0), ("cuda", 1, 1)])
+def test_cu_seqlens_are_read_on_the_cpu_and_with_fa_ops_debug(device, debug, checked, monkeypatch):
+    monkeypatch.setattr(planning, "DEBUG", bool(debug))
+    with FakeTensorMode():
+        x = torch.empty(8, 2, 16, device=device)
+        ends = torch.empty(3, dtype=torch.int32, device=device)
+    call = attention_call(x, x, x, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    assert (planning._check_of_values(call) is not None) == bool(checked)

@@ -161,6 +161,10 @@ class TestExplain(expecttest.TestCase):
 backend: cpu
 kernel: forward
 route: direct
+query: 1 row, 2 heads, 4 tokens, 8 features
+key: 1 row, 2 heads, 4 tokens, 8 features
+value: 1 row, 2 heads, 4 tokens, 8 features
+causal, bottom right: query 0 attends key 0
   hopper: needs a CUDA device, got cpu
   triton: needs a CUDA device, got cpu
   cpu: can run this
@@ -170,6 +174,9 @@ route: direct
                 str(fa_ops.explain(*qkv(), backend="triton")),
                 """\
 backend: none
+query: 1 row, 2 heads, 4 tokens, 8 features
+key: 1 row, 2 heads, 4 tokens, 8 features
+value: 1 row, 2 heads, 4 tokens, 8 features
   hopper: needs a CUDA device, got cpu
   triton: needs a CUDA device, got cpu
   cpu: can run this

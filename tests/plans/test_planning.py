@@ -515,6 +515,52 @@ def test_explain_takes_packed_e4m3_tensors(log):
         assert raised[0] == raised[1]
 
 
+LAST = "causal, bottom right: query 0 "
+
+
+@pytest.mark.parametrize(
+    "queries, keys, options, last",
+    [
+        ((2, 8, 4, 16), (2, 2, 16, 16), {"is_causal": True}, LAST + "attends keys 0 to 12"),
+        ((2, 8, 4, 16), (2, 2, 4, 16), {"is_causal": True}, LAST + "attends key 0"),
+        (
+            (1, 2, 5, 16), (1, 2, 2, 16), {"is_causal": True},
+            "causal, bottom right: the first 3 of 5 queries attend no key",
+        ),
+        (
+            (1, 4, 3, 16), (1, 2, 9, 16), {"is_causal": True, "kv_lens": LENS},
+            LAST + "of a row of n keys attends keys 0 to n - 3",
+        ),
+        (
+            (1, 100, 8, 16), (1, 128, 8, 16), None,
+            "hint: 128 heads of 8 tokens: tensors are (B, H, S, D); from (B, S, H, D) pass "
+            ".transpose(1, 2)",
+        ),
+        ((1, 128, 1, 16), (1, 1, 64, 16), {}, "value: 1 row, 1 head, 64 tokens, 16 features"),
+    ],
+)  # fmt: skip
+def test_explain_says_what_dimensions_and_causality_mean(queries, keys, options, last):
+    """A layout (B, S, H, D) is hinted at, and decoding with many heads of one latent is not."""
+    q, k = torch.randn(queries), torch.randn(keys)
+    if options is None:  # as many heads in all, so that the call is legal
+        q, options = k, {}
+    found = fa_ops.explain(q, k, k, **options)
+    assert found.notes[-1] == last and f"\n{last}\n" in str(found)
+
+
+def test_explain_says_what_packed_tensors_and_pages_are():
+    q, ends = torch.randn(9, 4, 16), torch.tensor([0, 4, 9], dtype=torch.int32)
+    found = fa_ops.explain(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, is_causal=True)
+    assert found.notes[0] == "query: 9 tokens, 4 heads, 16 features"
+    assert found.notes[-1] == (
+        LAST + "of m queries and n keys of a sequence attends keys 0 to n - m"
+    )
+    pages, table = torch.randn(3, 8, 2, 16), torch.zeros(1, 1, dtype=torch.int32)
+    rows = torch.randn(1, 4, 1, 16)
+    found = fa_ops.explain(rows, pages, pages, kv_lens=LENS, page_table=table)
+    assert found.notes[1] == "key: 3 pages, 8 tokens, 2 heads, 16 features"
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [
@@ -522,7 +568,7 @@ def test_explain_takes_packed_e4m3_tensors(log):
         ({"key": torch.zeros(1, 2, 5, 4)}, ValueError, "key has head dimension 4"),
         ({"window": 5}, TypeError, "window must be a pair (left, right), got 5"),
         ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
-        ({"page": 1}, TypeError, "attention: got an unexpected keyword argument 'page'"),
+        ({"page": 1}, TypeError, "attention() got an unexpected keyword argument 'page'"),
         ({"cu_seqlens_q": LENS}, TypeError, "attention_varlen: missing a required argument"),
         ({"page_table": None}, TypeError, "attention_with_kv_cache: missing a required argument"),
         ({"kv_lens": LENS, "num_splits": 0.5}, TypeError, "num_splits must be an int, got 0.5"),
