@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import fx
@@ -235,13 +236,13 @@ def fuse_module(
 
 
 def explain(
-    function: Callable,
+    function: Callable[..., Any],
     *inputs: object,
     dynamic: bool | None = None,
     verify: bool = False,
     eight_bit: bool = False,
     sixteen_bit: Collection[str] = (),
-    **kwargs,
+    **kwargs: Any,
 ) -> Report:
     """Run the pass on what `torch.compile` captures of `function(*inputs, **kwargs)`.
 

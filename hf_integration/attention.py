@@ -8,7 +8,7 @@ it, so the decisions for its family are remembered and replayed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +146,7 @@ def fa_ops_8bit_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None = None,
     dropout: float = 0.0,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute one attention layer with 8-bit products, as `attn_implementation="fa_ops_8bit"`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Padding(NamedTuple):
     kept: Tensor | None = None  # bool (B, width), unless there are certainly no holes
 
 
-def fa_ops_mask(*args, **kwargs) -> Tensor:
+def fa_ops_mask(*args: Any, **kwargs: Any) -> Tensor:
     """Make the smallest exact mask: a `CompactMask` wherever possible, and never None.
 
     None would leave causality to the model's `is_causal`, which is not reliable. Device values are

@@ -3,7 +3,8 @@
     python -m tests.duplicates
 
 Duplicated code is `MIN_LINES` or more consecutive lines that are equal in two files up to leading
-whitespace. Blank lines, comments, docstrings, imports and parameter lists are not compared.
+whitespace. Blank lines, comments, docstrings, imports, parameter lists and overloads are not
+compared.
 `tests/test_style.py` lists the duplicates that are accepted.
 """
 
@@ -47,7 +48,9 @@ def _python_lines_to_skip(text: str) -> Iterator[int]:
         if docstring or isinstance(node, ast.Import | ast.ImportFrom):
             yield from range(node.lineno, node.end_lineno + 1)
         elif isinstance(node, ast.FunctionDef):
-            yield from range(node.lineno, node.body[0].lineno)
+            is_overload = any(ast.unparse(one) == "overload" for one in node.decorator_list)
+            first = node.decorator_list[0].lineno if is_overload else node.lineno
+            yield from range(first, node.end_lineno + 1 if is_overload else node.body[0].lineno)
 
 
 def duplicates(root: Path = ROOT) -> list[Duplicate]:

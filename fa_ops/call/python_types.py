@@ -10,7 +10,7 @@ import difflib
 import inspect
 import numbers
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,6 +21,91 @@ from fa_ops.call.options import NO_OPERANDS, Operands, Packing, bounded, dtype_n
 from fa_ops.tracing import can_read, is_compiling, is_differentiated, is_traced_by_dynamo
 
 Window = tuple[int | None, int | None]
+
+
+# The keyword arguments of the public functions without `return_lse`, for the overloads by it.
+# They are here once for three signatures; what the arguments mean is in the functions' docstrings.
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Those of every public function."""
+
+    scale: float | Tensor | None
+    window: Window | None
+    softcap: float
+    sinks: Tensor | None
+    backend: str | None
+
+
+class DenseOptions(ScoreOptions, total=False):
+    """Those of `attention`."""
+
+    alibi_slopes: Tensor | None
+    kv_lens: Tensor | None
+    key_ranges: Tensor | None
+    deterministic: bool
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    mask_blocks: Tensor | None
+    enable_gqa: bool
+
+
+class PackedOptions(ScoreOptions, total=False):
+    """Those of `attention_varlen`."""
+
+    alibi_slopes: Tensor | None
+    kv_lens: Tensor | None
+    page_table: Tensor | None
+    deterministic: bool
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+class ShardedCacheOptions(ScoreOptions, total=False):
+    """Those of `attention_with_sharded_kv_cache`, without what concerns the processes."""
+
+    key: Tensor | None
+    value: Tensor | None
+    alibi_slopes: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    num_splits: int
+    batch_invariant: bool
+
+
+class CachedOptions(ShardedCacheOptions, total=False):
+    """Those of `attention_with_kv_cache`."""
+
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    key_ranges: Tensor | None
+    unified_max: Tensor | None
+
+
+class QuantizedOptions(ScoreOptions, total=False):
+    """Those of `quantized_attention`."""
+
+    kv_lens: Tensor | None
+    key_ranges: Tensor | None
+    qk_dtype: torch.dtype
+    smooth_key: bool
+    rotate: bool
+
+
+class ContextParallelOptions(ScoreOptions, total=False):
+    """Those of `context_parallel_attention`, but for its layout and what concerns the processes."""
+
+    is_causal: bool
+    dropout_p: float
+    alibi_slopes: Tensor | None
+    kv_lens: Tensor | None
+    key_ranges: Tensor | None
+    cu_seqlens: Tensor | None
+    deterministic: bool
+
 
 _NAMES = ("query", "key", "value")
 _FLAGS = (

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,8 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_qkvpacked_func",
 ]
 
-Result = Tensor | tuple[Tensor, Tensor, None]
+# Tensor, or tuple[Tensor, Tensor, None] on request: users of the original have no types
+Result = Any
 
 
 def ring_flash_attn_func(
@@ -147,22 +148,24 @@ def zigzag_ring_flash_attn_func(
     return _attend(q, k, v, options, return_attn_probs, group, "zigzag")
 
 
-def ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **options) -> Result:
+def ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Result:
     """:func:`ring_flash_attn_func` with keys and values in one tensor ``(B, S, 2, Hkv, D)``."""
     return ring_flash_attn_func(q, *parts("kv", kv, 2, "(B, S, 2, H, D)"), *args, **options)
 
 
-def ring_flash_attn_qkvpacked_func(qkv: Tensor, *args, **options) -> Result:
+def ring_flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Result:
     """:func:`ring_flash_attn_func` of one tensor ``(B, S, 3, H, D)``."""
     return ring_flash_attn_func(*parts("qkv", qkv, 3, "(B, S, 3, H, D)"), *args, **options)
 
 
-def zigzag_ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **options) -> Result:
+def zigzag_ring_flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, *args: Any, **options: Any
+) -> Result:
     """:func:`zigzag_ring_flash_attn_func` with keys and values in one ``(B, S, 2, Hkv, D)``."""
     return zigzag_ring_flash_attn_func(q, *parts("kv", kv, 2, "(B, S, 2, H, D)"), *args, **options)
 
 
-def zigzag_ring_flash_attn_qkvpacked_func(qkv: Tensor, *args, **options) -> Result:
+def zigzag_ring_flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Result:
     """:func:`zigzag_ring_flash_attn_func` of one tensor ``(B, S, 3, H, D)``."""
     return zigzag_ring_flash_attn_func(*parts("qkv", qkv, 3, "(B, S, 3, H, D)"), *args, **options)
 
@@ -255,23 +258,27 @@ def zigzag_ring_flash_attn_varlen_func(
     return _attend_packed(q, k, v, cu_seqlens, options, return_attn_probs, group, True)
 
 
-def ring_flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args, **options) -> Result:
+def ring_flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, *args: Any, **options: Any
+) -> Result:
     """:func:`ring_flash_attn_varlen_func` with keys and values in one ``(T, 2, Hkv, D)``."""
     return ring_flash_attn_varlen_func(q, *parts("kv", kv, 2, "(T, 2, H, D)"), *args, **options)
 
 
-def ring_flash_attn_varlen_qkvpacked_func(qkv: Tensor, *args, **options) -> Result:
+def ring_flash_attn_varlen_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Result:
     """:func:`ring_flash_attn_varlen_func` of one tensor ``(T, 3, H, D)``."""
     return ring_flash_attn_varlen_func(*parts("qkv", qkv, 3, "(T, 3, H, D)"), *args, **options)
 
 
-def zigzag_ring_flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args, **options) -> Result:
+def zigzag_ring_flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, *args: Any, **options: Any
+) -> Result:
     """:func:`zigzag_ring_flash_attn_varlen_func` with keys and values in one ``(T, 2, Hkv, D)``."""
     packed = parts("kv", kv, 2, "(T, 2, H, D)")
     return zigzag_ring_flash_attn_varlen_func(q, *packed, *args, **options)
 
 
-def zigzag_ring_flash_attn_varlen_qkvpacked_func(qkv: Tensor, *args, **options) -> Result:
+def zigzag_ring_flash_attn_varlen_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Result:
     """:func:`zigzag_ring_flash_attn_varlen_func` of one tensor ``(T, 3, H, D)``."""
     packed = parts("qkv", qkv, 3, "(T, 3, H, D)")
     return zigzag_ring_flash_attn_varlen_func(*packed, *args, **options)
@@ -419,12 +426,14 @@ def llama3_flash_attn_varlen_func(
     return (out, infinite_where_empty(lse), None) if with_lse else out
 
 
-def llama3_flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args, **options) -> Result:
+def llama3_flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, *args: Any, **options: Any
+) -> Result:
     """:func:`llama3_flash_attn_varlen_func` with keys and values in one ``(T, 2, Hkv, D)``."""
     return llama3_flash_attn_varlen_func(q, *parts("kv", kv, 2, "(T, 2, H, D)"), *args, **options)
 
 
-def llama3_flash_attn_varlen_qkvpacked_func(qkv: Tensor, *args, **options) -> Result:
+def llama3_flash_attn_varlen_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Result:
     """:func:`llama3_flash_attn_varlen_func` of one tensor ``(T, 3, H, D)``."""
     return llama3_flash_attn_varlen_func(*parts("qkv", qkv, 3, "(T, 3, H, D)"), *args, **options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,8 +23,35 @@ from fa_ops.distributed.ulysses import HeadSplit, ToHeads, ToTokens
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
+
+    from fa_ops.call.python_types import ContextParallelOptions
 
 
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor,
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None, scheme: str = "auto",
+    *, return_lse: Literal[False] = False, layout: str | SequenceLayout = "zigzag",
+    transport: str = "auto", check: bool = True, timeout: float | None = None,
+    **options: Unpack[ContextParallelOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor,
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None, scheme: str = "auto",
+    *, return_lse: Literal[True], layout: str | SequenceLayout = "zigzag",
+    transport: str = "auto", check: bool = True, timeout: float | None = None,
+    **options: Unpack[ContextParallelOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor,
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None, scheme: str = "auto",
+    *, return_lse: bool, layout: str | SequenceLayout = "zigzag",
+    transport: str = "auto", check: bool = True, timeout: float | None = None,
+    **options: Unpack[ContextParallelOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @outside_graphs
 def context_parallel_attention(
     query: Tensor,
@@ -140,7 +167,7 @@ def explain_context_parallel(
     value: Tensor,
     mesh_or_group: ProcessGroup | DeviceMesh | None = None,
     scheme: str = "auto",
-    **options,
+    **options: Any,
 ) -> SchemeChoice:
     """Explain which scheme a call of :func:`context_parallel_attention` uses, and why.
 

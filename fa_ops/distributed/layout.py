@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from fa_ops.ops.library import after_import
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 Segment = tuple[int, int]  # tokens start <= i < stop of the whole sequence
 
@@ -327,7 +329,7 @@ def _layout_of(
 _waiting: list[Callable[[], None]] = []  # for the compiler to be imported
 
 
-def outside_graphs(function: Callable) -> Callable:
+def outside_graphs(function: F) -> F:
     """Make torch.compile break its graph at the function, rather than trace the host's plans.
 
     `torch.compiler.disable` would import the compiler, which takes seconds, so it is applied once

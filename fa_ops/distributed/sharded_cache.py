@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
 from fa_ops.call import checks
 from fa_ops.call.options import dtype_name
-from fa_ops.call.python_types import Window, need_bool, need_tensor, read_scale, sides
+from fa_ops.call.python_types import (
+    ShardedCacheOptions,
+    Window,
+    need_bool,
+    need_tensor,
+    read_scale,
+    sides,
+)
 from fa_ops.distributed import handshake
 from fa_ops.distributed.layout import groups_of, outside_graphs
 from fa_ops.distributed.transport import Exchange, all_gather
@@ -19,8 +26,33 @@ from fa_ops.functions.kv_cache import attention_with_kv_cache
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
 
+@overload
+def attention_with_sharded_kv_cache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, kv_lens: Tensor,
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None, page_table: Tensor | None = None,
+    is_causal: bool = False,
+    *, return_lse: Literal[False] = False, check: bool = False,
+    timeout: float | None = None, **options: Unpack[ShardedCacheOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_with_sharded_kv_cache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, kv_lens: Tensor,
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None, page_table: Tensor | None = None,
+    is_causal: bool = False,
+    *, return_lse: Literal[True], check: bool = False,
+    timeout: float | None = None, **options: Unpack[ShardedCacheOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_with_sharded_kv_cache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, kv_lens: Tensor,
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None, page_table: Tensor | None = None,
+    is_causal: bool = False,
+    *, return_lse: bool, check: bool = False,
+    timeout: float | None = None, **options: Unpack[ShardedCacheOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @outside_graphs
 def attention_with_sharded_kv_cache(
     query: Tensor,

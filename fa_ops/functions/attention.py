@@ -7,6 +7,7 @@ and operators.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ from fa_ops.ops import autocast, dense, masks, merge, seeds, varlen
 from fa_ops.ops.eager import PublicFunction, run
 from fa_ops.ops.schemas import Schema
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fa_ops.call.python_types import DenseOptions, PackedOptions
+
 _ATTENTION = PublicFunction(
     DENSE, lambda call, with_lse: _OF_LSE[with_lse], autocast.cast_attention, dense.OPERATORS
 )
@@ -38,6 +44,24 @@ _VARLEN = PublicFunction(
 )  # fmt: skip
 
 
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False,
+    *, return_lse: Literal[False] = False, **options: Unpack[DenseOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False,
+    *, return_lse: Literal[True], **options: Unpack[DenseOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False,
+    *, return_lse: bool, **options: Unpack[DenseOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     query: Tensor,
     key: Tensor,
@@ -177,6 +201,27 @@ def attention(
     return run(query, key, value, operands, scalars, _ATTENTION, return_lse)
 
 
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *, return_lse: Literal[False] = False, **options: Unpack[PackedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *, return_lse: Literal[True], **options: Unpack[PackedOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *, return_lse: bool, **options: Unpack[PackedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_varlen(
     query: Tensor,
     key: Tensor,

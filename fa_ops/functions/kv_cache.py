@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, overload
+
 from torch import Tensor
 
 from fa_ops.call.call import CACHED, Call
@@ -11,6 +13,11 @@ from fa_ops.ops import autocast, kv_cache
 from fa_ops.ops.eager import PublicFunction, run
 from fa_ops.ops.schemas import Schema
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fa_ops.call.python_types import CachedOptions
+
 
 def _schema(call: Call, with_lse: bool) -> Schema:
     return kv_cache.READING if call.operands.new_key is None else kv_cache.APPENDING
@@ -19,6 +26,24 @@ def _schema(call: Call, with_lse: bool) -> Schema:
 _CACHED = PublicFunction(CACHED, _schema, autocast.cast_cached)
 
 
+@overload
+def attention_with_kv_cache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, kv_lens: Tensor,
+    page_table: Tensor | None = None, is_causal: bool = False,
+    *, return_lse: Literal[False] = False, **options: Unpack[CachedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_with_kv_cache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, kv_lens: Tensor,
+    page_table: Tensor | None = None, is_causal: bool = False,
+    *, return_lse: Literal[True], **options: Unpack[CachedOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_with_kv_cache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, kv_lens: Tensor,
+    page_table: Tensor | None = None, is_causal: bool = False,
+    *, return_lse: bool, **options: Unpack[CachedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_with_kv_cache(
     query: Tensor,
     key_cache: Tensor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -11,12 +13,32 @@ from fa_ops.call.python_types import Window, need_bool, read_scale, refuse_unkno
 from fa_ops.ops import autocast, quantized
 from fa_ops.ops.eager import PublicFunction, run
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fa_ops.call.python_types import QuantizedOptions
+
 _QUANTIZED = PublicFunction(
     QUANTIZED, lambda call, with_lse: quantized.SCHEMA, autocast.cast_quantized,
     refuse_gradients=quantized.refuse_gradients,
 )  # fmt: skip
 
 
+@overload
+def quantized_attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+    *, return_lse: Literal[False] = False, **options: Unpack[QuantizedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def quantized_attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+    *, return_lse: Literal[True], **options: Unpack[QuantizedOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def quantized_attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+    *, return_lse: bool, **options: Unpack[QuantizedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def quantized_attention(
     query: Tensor,
     key: Tensor,

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,7 +172,7 @@ class CacheCase:
         return x.transpose(1, 2) if self.bshd else x.transpose(1, 2).contiguous()
 
 
-def random_cache_case(seed: int, **fixed) -> CacheCase:
+def random_cache_case(seed: int, **fixed: Any) -> CacheCase:
     """A random valid combination of features; `fixed` overrides any field."""
     r = random.Random(seed)
     pick, D = r.choice, r.choice([16, 16, 32, 40, 64])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -258,12 +259,12 @@ def invalid_cu_seqlens(cu_seqlens: Tensor, tokens: int, g: torch.Generator) -> T
     return cu_seqlens
 
 
-def make_case(**changes) -> Case:
+def make_case(**changes: Any) -> Case:
     """The default case with some fields changed."""
     return dataclasses.replace(Case(), **changes)
 
 
-def random_case(seed: int, **fixed) -> Case:
+def random_case(seed: int, **fixed: Any) -> Case:
     """A random valid combination of shapes, layouts and features; `fixed` overrides any field."""
     r = random.Random(seed)
     pick = r.choice

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,8 @@ from fa_ops.ops import dense, varlen
 
 # flash_attn_func and its packed forms: attention of batches of equal lengths.
 
-Result = Tensor | tuple[Tensor, Tensor, Tensor]
+# Tensor, or tuple[Tensor, Tensor, Tensor] on request: users of the original have no types
+Result = Any
 
 
 def flash_attn_func(
@@ -91,13 +94,13 @@ def flash_attn_func(
     return out, lse, signed_weights(q, k, seed, (q.shape[1], k.shape[1]), options)
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **options) -> Result:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Result:
     """:func:`flash_attn_func` with keys and values in one tensor ``(B, Sk, 2, Hkv, D)``."""
     k, v = parts("kv", kv, 2, "(B, S, 2, H, D)")
     return flash_attn_func(q, k, v, *args, **options)
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *args, **options) -> Result:
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Result:
     """:func:`flash_attn_func` of queries, keys and values in one tensor ``(B, S, 3, H, D)``."""
     q, k, v = parts("qkv", qkv, 3, "(B, S, 3, H, D)")
     return flash_attn_func(q, k, v, *args, **options)
@@ -198,14 +201,14 @@ def flash_attn_varlen_func(
     return out, lse, weights(q, k, packing, None, seed, options)
 
 
-def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args, **options) -> Result:
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Result:
     """:func:`flash_attn_varlen_func` with keys and values in one tensor ``(Tk, 2, Hkv, D)``."""
     k, v = parts("kv", kv, 2, "(T, 2, H, D)")
     return flash_attn_varlen_func(q, k, v, *args, **options)
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args, **options
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Result:
     """:func:`flash_attn_varlen_func` of queries, keys and values in one tensor ``(T, 3, H, D)``."""
     q, k, v = parts("qkv", qkv, 3, "(T, 3, H, D)")

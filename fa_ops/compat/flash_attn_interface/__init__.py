@@ -13,6 +13,8 @@ kernels (`pack_gqa`, `sm_margin`, `scheduler_metadata`) is ignored.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,8 +65,8 @@ def get_scheduler_metadata(
     num_heads_kv: int,
     headdim: int,
     cache_seqlens: Tensor,
-    *args,
-    **options,
+    *args: Any,
+    **options: Any,
 ) -> Tensor:
     """What flash_attn_with_kvcache takes as ``scheduler_metadata``; its kernels here need none.
 

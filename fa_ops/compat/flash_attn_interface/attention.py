@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,8 @@ from fa_ops.functions.attention import attention, attention_varlen, merge_states
 
 # flash_attn_func and flash_attn_qkvpacked_func of FlashAttention 3.
 
-Result = Tensor | tuple[Tensor, Tensor]
+# Tensor, or tuple[Tensor, Tensor] on request: users of the original have no types
+Result = Any
 
 
 def flash_attn_func(
