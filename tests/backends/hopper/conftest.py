@@ -91,7 +91,7 @@ def driver(monkeypatch):
     instead = {
         "current_device": lambda: None,  # the index of CPU tensors
         "current_stream": lambda index: 77,
-        "empty": _empty
+        "empty": _empty,
     }
     for module in HOSTS:
         for name in instead.keys() & vars(module).keys():

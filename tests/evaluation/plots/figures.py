@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.evaluation.plots import diagrams
 from tests.evaluation.plots.axes import Comparison, Panel, bars, curves, legend
 from tests.evaluation.plots.svg import Drawing
 
@@ -222,4 +223,9 @@ FIGURES: dict[str, Callable[[Results], Drawing]] = {
     "decode": decode,
     "memory": memory,
     "fusion": fusion,
+    "alignment": diagrams.alignment,
+    "masks": diagrams.masks,
+    "packed": diagrams.packed,
+    "pages": diagrams.pages,
+    "ring": diagrams.ring,
 }

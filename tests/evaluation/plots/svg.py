@@ -28,6 +28,7 @@ def _rules(colours: Sequence[str]) -> str:
         f".faint {{ fill: {faint} }}",
         f".grid {{ stroke: {grid} }}",
         f".track {{ fill: {grid} }}",
+        f"text.inverse {{ fill: {background}; font-weight: 600 }}",
     ]
     for n, colour in enumerate(series):
         rules += [f".line{n} {{ stroke: {colour} }}", f".fill{n} {{ fill: {colour} }}"]
