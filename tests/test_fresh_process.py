@@ -33,6 +33,28 @@ print(backends)
     assert run(code).split("\n")[:3] == ["[] False", "False", "[]"]
 
 
+def test_submodules_are_imported_where_they_are_first_used():
+    """`import fa_ops` is enough for all of them, and `dir` shows names for users alone."""
+    code = """
+import sys, fa_ops
+lazy = "fa_ops.distributed", "fa_ops.testing", "fa_ops.compat.sdpa", "fa_ops.compat.flash_attn"
+print([name for name in lazy if name in sys.modules])
+print(set(dir(fa_ops)) == {*fa_ops.__all__, "__version__", "distributed", "testing"})
+fa_ops.distributed.context_parallel_attention, fa_ops.testing.make_case, fa_ops.compat.sdpa
+fa_ops.compat.flash_attn.flash_attn_func, fa_ops.compat.ring_flash_attn.ring_flash_attn_func
+print([name for name in dir(fa_ops.compat) if not hasattr(fa_ops.compat, name)])
+for module in (fa_ops, fa_ops.compat):
+    try:
+        module.distributd
+    except AttributeError as error:
+        print(error)
+"""
+    assert run(code).splitlines() == [
+        "[]", "True", "[]", "module 'fa_ops' has no attribute 'distributd'",
+        "module 'fa_ops.compat' has no attribute 'distributd'",
+    ]  # fmt: skip
+
+
 BLOCKED = "import sys; sys.modules |= dict.fromkeys(('typer', 'rich', 'platformdirs'))\n"
 
 

@@ -30,7 +30,6 @@ from typing_extensions import assert_type
 
 import compile_passes
 import fa_ops
-import fa_ops.distributed
 from fa_ops.compat.flash_attn import flash_attn_func
 
 Pair = tuple[Tensor, Tensor]

@@ -12,9 +12,29 @@ from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import module_from_spec
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from fa_ops.compat import flash_attn as flash_attn
+    from fa_ops.compat import flash_attn_interface as flash_attn_interface
+    from fa_ops.compat import ring_flash_attn as ring_flash_attn
+    from fa_ops.compat import sdpa as sdpa
 
 __all__ = ["install", "uninstall"]
+
+_SUBMODULES = ("flash_attn", "flash_attn_interface", "ring_flash_attn", "sdpa")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """A submodule, imported where it is first used."""
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_SUBMODULES])
+
 
 _FLASH = "fa_ops.compat.flash_attn"
 _FLASH_3 = "fa_ops.compat.flash_attn_interface"
