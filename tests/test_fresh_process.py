@@ -55,6 +55,22 @@ for module in (fa_ops, fa_ops.compat):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("level, plans", [("fa_ops", 0), ("+fa_ops", 1)])
+def test_torch_logs_shows_new_plans(level, plans, monkeypatch):
+    monkeypatch.setenv("TORCH_LOGS", level)
+    code = """
+import sys, torch, fa_ops
+sys.stderr = sys.stdout
+torch._logging._init_logs()
+q = torch.randn(1, 1, 2, 4)
+for _ in range(3):
+    fa_ops.attention(q, q, q, is_causal=True)
+"""
+    lines = run(code).splitlines()
+    assert sum(line.endswith("new plan") for line in lines) == plans
+    assert sum("causal, bottom right: query 0 attends key 0" in line for line in lines) == plans
+
+
 BLOCKED = "import sys; sys.modules |= dict.fromkeys(('typer', 'rich', 'platformdirs'))\n"
 
 

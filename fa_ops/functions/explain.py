@@ -66,7 +66,13 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
           reference: can run this
     """
     found = _explain(query, key, value, options)
-    return found._replace(notes=_notes(query, key, value, options))
+    operands = Operands(
+        **{name: options.get(name) for name in ("cu_seqlens_q", "kv_lens", "page_table")},
+        new_key=options.get("key"),
+    )
+    return found._replace(
+        notes=dispatch.notes(query, key, value, operands, options.get("is_causal", False))
+    )
 
 
 def _explain(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallExplanation:
@@ -83,46 +89,6 @@ def _explain(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallEx
     call = describe(query, key, value, options)
     planning.check(call)
     return _explained(call, one)
-
-
-def _notes(query: Tensor, key: Tensor, value: Tensor, options: dict) -> tuple[str, ...]:
-    """What a checked call's tensors are taken for, and what causality means for them."""
-    is_packed, is_paged = "cu_seqlens_q" in options, options.get("page_table") is not None
-    described = "tokens", "heads", "features"
-    of_query = described if is_packed else ("rows", "heads", "tokens", "features")
-    of_keys = ("pages", "tokens", "heads", "features") if is_paged else of_query
-    lines = [
-        f"{name}: " + ", ".join(map(_counted, t.shape, names))
-        for name, t, names in (("query", query, of_query), ("key", key, of_keys),
-                               ("value", value, of_keys))
-    ]  # fmt: skip
-    if not is_packed and not is_paged:
-        heads, tokens = max(query.shape[1], key.shape[1]), key.shape[2]
-        if heads > 4 * tokens:
-            lines.append(
-                f"hint: {_counted(heads, 'heads')} of {_counted(tokens, 'tokens')}: tensors are "
-                "(B, H, S, D); from (B, S, H, D) pass .transpose(1, 2)"
-            )
-    if options.get("is_causal"):
-        lines.append(f"causal, bottom right: {_first_query(query, key, options)}")
-    return tuple(lines)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun.removesuffix('s') if count == 1 else noun}"
-
-
-def _first_query(query: Tensor, key: Tensor, options: dict) -> str:
-    """Which keys the first query of a causal call attends."""
-    if "cu_seqlens_q" in options:
-        return "query 0 of m queries and n keys of a sequence attends keys 0 to n - m"
-    if options.get("kv_lens") is not None:
-        held = "n keys, the new ones included," if options.get("key") is not None else "n keys"
-        return f"query 0 of a row of {held} attends keys 0 to n - {query.shape[2]}"
-    last = key.shape[2] - query.shape[2]
-    if last < 0:
-        return f"the first {-last} of {query.shape[2]} queries attend no key"
-    return "query 0 attends key 0" if last == 0 else f"query 0 attends keys 0 to {last}"
 
 
 def _explained(call: Call, one: Call | None) -> CallExplanation:

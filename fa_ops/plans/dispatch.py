@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fa_ops.call.backend_option import BACKENDS, check_name, chosen
 from fa_ops.call.call import Call
-from fa_ops.call.options import MASK_BLOCK
+from fa_ops.call.options import MASK_BLOCK, Operands
 
 # The backends that "auto" tries on each device; no others are imported.
 AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
@@ -153,3 +153,44 @@ class CallExplanation(NamedTuple):
         lines += self.notes
         lines += [f"  {name}: {reason or 'can run this'}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
+
+
+def notes(
+    query: Tensor, key: Tensor, value: Tensor, operands: Operands, is_causal: bool
+) -> tuple[str, ...]:
+    """What a legal call's tensors are taken for, and what causality means for them."""
+    is_packed, is_paged = operands.cu_seqlens_q is not None, operands.page_table is not None
+    of_query = ("tokens", "heads", "features") if is_packed else _DIMENSIONS
+    of_keys = ("pages", "tokens", "heads", "features") if is_paged else of_query
+    tensors = ("query", query, of_query), ("key", key, of_keys), ("value", value, of_keys)
+    lines = [f"{name}: {', '.join(map(_counted, t.shape, of))}" for name, t, of in tensors]
+    if not is_packed and not is_paged:
+        heads, tokens = max(query.shape[1], key.shape[1]), key.shape[2]
+        if heads > 4 * tokens:
+            lines.append(
+                f"hint: {_counted(heads, 'heads')} of {_counted(tokens, 'tokens')}: tensors are "
+                "(B, H, S, D); from (B, S, H, D) pass .transpose(1, 2)"
+            )
+    if is_causal:
+        lines.append(f"causal, bottom right: {_first_query(query, key, operands)}")
+    return tuple(lines)
+
+
+_DIMENSIONS = "rows", "heads", "tokens", "features"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun.removesuffix('s') if count == 1 else noun}"
+
+
+def _first_query(query: Tensor, key: Tensor, operands: Operands) -> str:
+    """Which keys the first query of a causal call attends."""
+    if operands.cu_seqlens_q is not None:
+        return "query 0 of m queries and n keys of a sequence attends keys 0 to n - m"
+    if operands.kv_lens is not None:
+        held = "n keys, the new ones included," if operands.new_key is not None else "n keys"
+        return f"query 0 of a row of {held} attends keys 0 to n - {query.shape[2]}"
+    last = key.shape[2] - query.shape[2]
+    if last < 0:
+        return f"the first {-last} of {query.shape[2]} queries attend no key"
+    return "query 0 attends key 0" if last == 0 else f"query 0 attends keys 0 to {last}"

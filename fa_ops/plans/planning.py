@@ -14,6 +14,7 @@ is checked and planned once: a backend may compare the number of keys with power
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 
@@ -54,6 +55,7 @@ from fa_ops.tracing import is_capturing
 DEBUG = os.environ.get("FA_OPS_DEBUG", "0") not in ("", "0")
 
 _LIMIT = 1024
+_log = logging.getLogger("fa_ops.plans")
 
 
 class Prepared:
@@ -135,9 +137,19 @@ def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
     normal = _normalised(call, step)
     if plan is None:
         plan = _keep(_plans, family, plan_for(normal))
+        if _log.isEnabledFor(logging.DEBUG):
+            _log_plan(plan, call, normal)
     run = _with_steps_before(plan.prepare(normal), call, step, check_values)
     given = NO_OPERAND_SET if operands is NO_OPERANDS else operand_set(operands)
     return _keep(_prepared, key, Prepared(run, signature, call.options, scalars, given))
+
+
+def _log_plan(plan: Plan, call: Call, normal: Call) -> None:
+    """Log a new plan in the words of `fa_ops.explain`."""
+    backend = "none" if normal.is_empty else dispatch.choose(normal).__name__.rpartition(".")[2]
+    lines = [f"backend: {backend}", f"kernel: {plan.kernel}"]
+    lines += dispatch.notes(call.query, call.key, call.value, call.operands, call.options.is_causal)
+    _log.debug("new plan\n%s", "\n".join(lines))
 
 
 def _keep(known: dict, key: tuple, value):

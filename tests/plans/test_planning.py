@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import re
 import weakref
 from fractions import Fraction
@@ -513,6 +514,19 @@ def test_explain_takes_packed_e4m3_tensors(log):
                 call(q, pages, pages, **options | wrong)
             raised.append(str(error.value))
         assert raised[0] == raised[1]
+
+
+def test_new_plans_are_logged_once_in_the_words_of_explain(caplog):
+    caplog.set_level(logging.DEBUG, "fa_ops")
+    planning.forget()
+    q, k = torch.randn(1, 4, 3, 16, requires_grad=True), torch.randn(1, 2, 9, 16)
+    for _ in range(3):
+        fa_ops.attention(q, k, k, is_causal=True).sum().backward()
+    forward, backward = [record.getMessage().splitlines() for record in caplog.records]
+    explained = str(fa_ops.explain(q, k, k, is_causal=True)).splitlines()
+    assert forward[0] == "new plan" and set(forward[1:]) < set(explained)
+    assert forward[-1] == LAST + "attends keys 0 to 6"
+    assert backward == [*forward[:2], "kernel: backward", *forward[3:]]
 
 
 LAST = "causal, bottom right: query 0 "

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -24,6 +26,8 @@ from triton.runtime.jit import JITFunction
 
 from fa_ops.backends.triton.arguments import Layout
 from fa_ops.call.options import ALIGNMENT, Spec
+
+_log = logging.getLogger("fa_ops.triton")
 
 Grid = tuple[int, int, int]
 Launch = Callable[[Grid, Sequence[Any]], None]
@@ -127,8 +131,13 @@ def compile_kernel(
         if divisors and name in divisors:
             attributes[(index,)] = [["tt.divisibility", divisors[name]]]
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn, signature, values | dict(constants), attributes)
-    return triton.compile(source, target=target, options=_given(options))
+    source, began = ASTSource(fn, signature, values | dict(constants), attributes), time.time()
+    kernel = triton.compile(source, target=target, options=_given(options))
+    _log.info(
+        "compiled 1 kernel, %s, or found it in Triton's cache, in %.1f s, kept in %s",
+        fn.__name__, time.time() - began, triton.knobs.cache.dir,
+    )  # fmt: skip
+    return kernel
 
 
 def architecture(device: torch.device) -> int:

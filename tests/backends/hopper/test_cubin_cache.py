@@ -1,8 +1,10 @@
 """The folder of compiled kernels and the package fa-ops-cubins: what is loaded, and what if not."""
 
+import logging
 import multiprocessing
 import os
 import pwd
+import re
 import resource
 import warnings
 from pathlib import Path
@@ -37,6 +39,32 @@ def compilations(monkeypatch, path):
         nvrtc, "compile_source", lambda source: compiled.append(source) or (CODE, "")
     )
     return compiled
+
+
+def test_compilations_are_logged_with_seconds_and_folder(monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "fa_ops")
+    monkeypatch.setattr(nvrtc, "_path", lambda source: tmp_path / "cache" / str(source))
+    monkeypatch.setattr(nvrtc, "_found", lambda source: CODE if source == "stored" else None)
+    monkeypatch.setattr(nvrtc, "compile_source", lambda source: (CODE, ""))
+    assert nvrtc.compiled(["a", "b", "stored"]) == [CODE] * 3
+    nvrtc.compiled(["stored"])
+    (record,) = caplog.records
+    begin, seconds, end = re.split(r"(\d+\.\d)", record.getMessage())
+    assert (begin, end) == ("compiled 2 kernels in ", f" s, kept in {tmp_path / 'cache'}")
+
+
+def test_failed_compilations_are_not_logged(monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "fa_ops")
+
+    def fail(source):
+        raise nvrtc.CompileError(source)
+
+    monkeypatch.setattr(nvrtc, "_path", lambda source: tmp_path / source)
+    monkeypatch.setattr(nvrtc, "_found", lambda source: None)
+    monkeypatch.setattr(nvrtc, "compile_source", fail)
+    with pytest.raises(nvrtc.CompileError, match="a"):
+        nvrtc.compiled(["a", "b"])
+    assert not caplog.records
 
 
 def give_away(where: Path, monkeypatch) -> None:

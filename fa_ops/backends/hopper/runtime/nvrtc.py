@@ -15,8 +15,11 @@ import functools
 import hashlib
 import importlib.util
 import itertools
+import logging
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +30,7 @@ import torch
 from fa_ops.backends.hopper.runtime import cubin_cache, structs, wgmma
 
 ARCH = "sm_90a"
+_log = logging.getLogger("fa_ops.hopper")
 FLAGS = (f"--gpu-architecture={ARCH}", "-std=c++17", "--use_fast_math", "-default-device")
 _MIN_VERSION = (12, 1)  # 12.0 refuses kernels of the backward pass
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.M)
@@ -184,8 +188,10 @@ def begin(programs: Sequence[Program]) -> list[Callable[[], bytes]]:
     missing = [program for program, code in codes.items() if code is None]
     results = {program: functools.partial(bytes, code or b"") for program, code in codes.items()}
     if missing:
-        threads = ThreadPoolExecutor(len(missing))
-        results |= {program: threads.submit(_compiled, program).result for program in missing}
+        threads, together = ThreadPoolExecutor(len(missing)), _Compilation(len(missing))
+        results |= {
+            program: threads.submit(_compiled, program, together).result for program in missing
+        }
         threads.shutdown(wait=False)
     return [results[program] for program in programs]
 
@@ -196,11 +202,35 @@ def uncached(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list
     return [entry for entry, unit in programs.items() if _found(unit) is None]
 
 
-def _compiled(program: Program) -> bytes:
-    path = _path(program)
-    code = cubin_cache.unsaved.get(path) or compile_source(program)[0]
-    cubin_cache.store(path, code)
-    return code
+class _Compilation:
+    """Kernels that are compiled at the same time, and are one line of the log."""
+
+    def __init__(self, count: int) -> None:
+        self.left, self.stored, self.began = count, 0, time.perf_counter()
+        self.lock = threading.Lock()
+
+    def ended(self, path: Path | None) -> None:
+        """Log how many there were when the last one has ended; `path` None: it failed."""
+        with self.lock:
+            self.left -= 1
+            self.stored += path is not None
+            if self.left or not self.stored or path is None:
+                return
+        kept = "for this process alone" if path in cubin_cache.unsaved else f"in {path.parent}"
+        seconds = time.perf_counter() - self.began
+        _log.info("compiled %d kernels in %.1f s, kept %s", self.stored, seconds, kept)
+
+
+def _compiled(program: Program, together: _Compilation) -> bytes:
+    stored = None
+    try:
+        path = _path(program)
+        code = cubin_cache.unsaved.get(path) or compile_source(program)[0]
+        cubin_cache.store(path, code)
+        stored = path
+        return code
+    finally:
+        together.ended(stored)
 
 
 def replacements(program: Program, refused: bytes) -> Iterator[bytes]:
