@@ -35,6 +35,16 @@ SPILLS = {
     "key_value_grad_kernel": {32: 384, 64: 88, 128: 64},
     "parts_kernel": dict.fromkeys((32, 64, 128), 0),
 }
+# The same where Triton 3.6 and its ptxas 12.8 keep more, by architecture. The kernels are the same.
+if launch.VERSION < (3, 7):
+    OLDER = {
+        (80, "query_grad_kernel", 64): 96,
+        (80, "key_value_grad_kernel", 64): 592,
+        (90, "key_value_grad_kernel", 32): 400,
+        **{(100, "parts_kernel", D): 8 for D in (32, 64, 128)},
+    }
+else:
+    OLDER = {}
 
 
 def meta(*shape, dtype=torch.float32):
@@ -96,7 +106,7 @@ def test_fits(arch, D, run, compiled, tmp_path):
     kernels = compiled(arch, run(D, Spec(is_causal=True), S=250))
     assert len(kernels) == (2 if run is forward else 3)
     for name, kernel in kernels.items():
-        assert_fits(kernel, arch, tmp_path, SPILLS[name][D])
+        assert_fits(kernel, arch, tmp_path, OLDER.get((arch, name, D), SPILLS[name][D]))
 
 
 @pytest.mark.parametrize("D", [32, 64, 128])
@@ -137,4 +147,6 @@ def test_packed_compiles(compiled, tmp_path):
 
     for name, kernel in compiled(90, run).items():
         # with the bounds of sequences
-        assert_fits(kernel, 90, tmp_path, SPILLS[name][64] + 40)
+        assert_fits(
+            kernel, 90, tmp_path, SPILLS[name][64] + (80 if launch.VERSION < (3, 7) else 40)
+        )
