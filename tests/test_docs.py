@@ -141,10 +141,21 @@ def test_roles_in_docstrings_become_links():
 
 
 def test_files_of_the_root_become_pages():
-    page = runpy.run_path(str(ROOT / "docs/hooks.py"))["on_page_markdown"]
-    text = page('--8<-- "SECURITY.md"\n', page=None)
+    shown = runpy.run_path(str(ROOT / "docs/hooks.py"))["on_page_markdown"]
+    text = shown('--8<-- "SECURITY.md"\n', page=None)
     assert "# Security" in text and "](support.md)" in text and "](docs/" not in text
-    assert page("text\n", page=None) == "text\n"
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="backends.md"))
+    assert shown("text\n", page=page) == "text\n"
+
+
+def test_notebooks_have_the_examples_of_their_page():
+    hooks = runpy.run_path(str(ROOT / "docs/hooks.py"))
+    for page in sorted((ROOT / "docs/tutorials").glob("*.md")):
+        cells = hooks["notebook"](page.read_text(), "https://site.example/")["cells"]
+        code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+        assert code == [source.strip() for _, source in examples(page)]
+        text = "".join(cell["source"] for cell in cells if cell["cell_type"] == "markdown")
+        assert "](../" not in text and ".md" not in text
 
 
 def test_docstrings_have_the_sections_that_the_site_knows():

@@ -40,6 +40,21 @@ def site(tmp_path_factory) -> Path:
 VOID = ("img", "link", "meta", "br", "input", "hr", "source")  # tags that are never closed
 
 
+TUTORIALS = sorted(path.stem for path in (ROOT / "docs/tutorials").glob("*.md"))
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_notebooks_run(name, site, monkeypatch):
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    book = nbformat.read(site / f"tutorials/{name}.ipynb", as_version=4)
+    nbformat.validate(book)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    nbclient.NotebookClient(book, timeout=None, kernel_name="python3").execute()
+    assert all(cell.execution_count for cell in book.cells if cell.cell_type == "code")
+
+
 class Content(HTMLParser):
     """The anchors and links of a page, and the blocks of its article that are not folded."""
 
