@@ -6,24 +6,24 @@ The products of a prompt take many times as long as the conversion of the keys o
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from fa_ops.call.options import Cache, is_prefill
+from fa_ops.call.call import Call
+from fa_ops.call.options import is_prefill
 
 MAX_BYTES = 1 << 32  # of the converted cache
 
 
-def error(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> str | None:
+def error(call: Call) -> str | None:
     """Why such a cache is not converted, or None."""
+    (q, k, v), tensors = call[:3], call.operands
     if not is_prefill(q):
         return (
             "converts e4m3 caches for 64 and more queries of a head that fill the device, got "
             f"{q.shape[2]} of {q.shape[0]} x {q.shape[1]} heads"
         )
-    if q.dtype == torch.float16 and (cache.k_scale is not None or cache.v_scale is not None):
+    if q.dtype == torch.float16 and (tensors.k_scale is not None or tensors.v_scale is not None):
         return "converts no e4m3 caches with scales to float16, which may not hold their products"
-    table = cache.page_table
-    heads, keys = k.shape[1:3] if table is None else (k.shape[2], k.shape[1] * table.shape[1])
+    heads, keys = k.shape[2 if call.is_paged else 1], call.num_keys
     token = q.shape[0] * heads * (q.shape[3] + v.shape[3]) * q.element_size()
     most = 1 << (MAX_BYTES // token).bit_length() - 1 if token <= MAX_BYTES else 0
     if keys > most:  # a power of two, so that families of calls agree on it

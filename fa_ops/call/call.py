@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.options import (
+    MAX_DECODING_QUERIES,
+    MAX_SHORT_GRADIENT_ROWS,
+    MAX_SHORT_HEAD_DIM,
+    MAX_SHORT_ROWS,
+    MIN_DECODING_KEYS,
     NO_OPERANDS,
     Cache,
     Operands,
@@ -327,6 +332,61 @@ def attention_call(
         query, key, value, Operands(**operands) if given else NO_OPERANDS, Options(**options),
         saved, backend,
     )  # fmt: skip
+
+
+def is_decoding(call: Call) -> bool:
+    """Whether a dense call has so few queries and so many keys that splitting the keys pays.
+
+    With `key_ranges`, all queries of a row must share one range.
+    """
+    ranges = call.operands.key_ranges
+    return (
+        call.query.shape[2] <= MAX_DECODING_QUERIES
+        and call.key.shape[2] >= MIN_DECODING_KEYS
+        and call.operands.attn_mask is None
+        and (ranges is None or ranges.shape[1:3] == (1, 1))
+        and call.options.dropout_p == 0.0
+    )
+
+
+def has_short_rows(call: Call) -> bool:
+    """Whether a program can hold whole rows of the scores of a dense call in 16 bits, and a bias.
+
+    The bias is a float mask, and the call has no other option than a scale.
+    """
+    (q, k, v), t, o = call[:3], call.operands, call.options
+    if t.attn_mask is None or not t.attn_mask.is_floating_point() or q.element_size() != 2:
+        return False
+    if o.is_causal or o.dropout_p > 0 or o.softcap > 0:
+        return False
+    others = t.alibi_slopes, t.sinks, t.kv_lens, t.key_ranges, t.mask_blocks
+    if any(x is not None for x in others) or max(o.window_left, o.window_right) >= 0:
+        return False
+    if o.scale is not None and abs(o.scale) > 1e30:  # scores may exceed float32
+        return False
+    widest, longest = max(q.shape[3], v.shape[3]), max(q.shape[2], k.shape[2])
+    return widest <= MAX_SHORT_HEAD_DIM and longest <= MAX_SHORT_ROWS
+
+
+def has_short_gradients(call: Call) -> bool:
+    """Whether a program can hold all scores of a head and their gradients, as `has_short_rows`.
+
+    The gradient of a bias that the batch shares is a sum over the batch, of any other one it is
+    that of the scores.
+    """
+    q, k = call.query, call.key
+    if not has_short_rows(call) or q.shape[1] != k.shape[1]:
+        return False
+    if max(q.shape[2], k.shape[2]) > MAX_SHORT_GRADIENT_ROWS:
+        return False
+    shape, full = call.operands.attn_mask.shape, (*q.shape[:3], k.shape[2])
+    return not call.saved.mask_grad or len(shape) < 4 or shape[0] == 1 or shape == full
+
+
+def queries_of_kv_head(call: Call) -> int:
+    """Queries (B, Hq, Sq, D) of a batch row that share a kv head of a cache."""
+    heads = call.key.shape[2 if call.is_paged else 1]
+    return call.query.shape[1] // heads * call.query.shape[2]
 
 
 # Forward: run(query, key, value, operands, with_lse) -> (out, lse), where lse may be None if not

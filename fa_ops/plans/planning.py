@@ -233,7 +233,7 @@ def plan_for(call: Call) -> Plan:
     if call.is_empty:
         return outputs.plan(call)
     backend = dispatch.choose(call)
-    if call.is_cached and call.writes_cache:
+    if call.options.over_cache and call.writes_cache:
         rest = call.read_only()
         reader = backend if backend.append_error(call) else dispatch.choose(rest)
         if reader is not backend:
@@ -267,7 +267,7 @@ def _family_of(key: tuple, call: Call, signature: Signature) -> tuple:
     if operands.mask_blocks is not None:  # whose shape is checked against the number of keys
         return key
     # every stride of a cache that is written to is checked, and the shape of scales of tokens
-    if call.is_cached and (call.writes_cache or _has_token_scales(operands)):
+    if signature is CACHED and (call.writes_cache or _has_token_scales(operands)):
         return key
     if mask is not None:
         shape = [n if at or n != keys else "keys" for at, n in enumerate(reversed(mask.shape))]

@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from fa_ops.backends.triton import launch  # noqa: E402
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
 from fa_ops.backends.triton.configs import backward_tiles  # noqa: E402
+from fa_ops.call.call import Call, Saved  # noqa: E402
 from fa_ops.call.options import (  # noqa: E402
     Packing,
     Spec,
@@ -60,7 +61,7 @@ def dense(D, spec, S=S, dtype=torch.bfloat16, mask_grad=False):
         q, out, grad = (meta(B, HQ, S, D, dtype=dtype) for _ in range(3))
         k, v = (meta(B, HKV, S, D, dtype=dtype) for _ in range(2))
         lse = meta(B, HQ, S, dtype=torch.float32)
-        host.backward(grad, None, q, k, v, out, lse, spec, mask_grad)
+        host.backward(Call.of(q, k, v, spec, saved=Saved(grad, None, out, lse, mask_grad)))
 
     return run
 
@@ -128,7 +129,7 @@ def test_every_feature_compiles(seed, compiled):
 
     def run():
         spec = Spec(*options)
-        host.backward(out, lse, q, k, v, out, lse, spec, mask_grad=case.mask == "float")
+        host.backward(Call.of(q, k, v, spec, saved=Saved(out, lse, out, lse, case.mask == "float")))
 
     assert len(compiled((80, 90)[seed % 2], run)) == 2 + (case.mask == "float")
 
@@ -141,7 +142,9 @@ def test_packed_compiles_without_spills(causal, compiled, tmp_path):
         ends = meta(B + 1, dtype=torch.int32)
         lse = meta(HQ, 1000, dtype=torch.float32)
         spec = Spec(is_causal=causal)
-        host.varlen_backward(grad, None, q, k, v, out, lse, Packing(ends, ends), spec)
+        host.varlen_backward(
+            Call.of(q, k, v, spec, packing=Packing(ends, ends), saved=Saved(grad, None, out, lse))
+        )
 
     for kernel in compiled(80, run).values():
         assert_fits(kernel, 80, tmp_path, 16)

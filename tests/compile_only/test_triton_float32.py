@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from fa_ops.backends.triton import configs, launch, matrix_products  # noqa: E402
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
 from fa_ops.backends.triton.configs import backward_tiles  # noqa: E402
+from fa_ops.call.call import Call, Saved  # noqa: E402
 from fa_ops.call.options import (  # noqa: E402
     Packing,
     Spec,
@@ -77,14 +78,18 @@ def compiled(monkeypatch):
 
 
 def forward(D, spec, S=S):
-    return lambda: FORWARD.forward(meta(B, HQ, S, D), *(meta(B, HKV, S, D) for _ in "kv"), spec)
+    return lambda: FORWARD.forward(
+        Call.of(meta(B, HQ, S, D), *(meta(B, HKV, S, D) for _ in "kv"), spec)
+    )
 
 
 def backward(D, spec, S=S, mask_grad=False):
     def run():
         q, out, grad = (meta(B, HQ, S, D) for _ in range(3))
         k, v = (meta(B, HKV, S, D) for _ in range(2))
-        BACKWARD.backward(grad, None, q, k, v, out, meta(B, HQ, S), spec, mask_grad)
+        BACKWARD.backward(
+            Call.of(q, k, v, spec, saved=Saved(grad, None, out, meta(B, HQ, S), mask_grad))
+        )
 
     return run
 
@@ -142,8 +147,10 @@ def test_packed_compiles(compiled, tmp_path):
         q, out, grad = (meta(1000, HQ, 64) for _ in range(3))
         k, v = (meta(900, HKV, 64) for _ in range(2))
         packing = Packing(ends, ends)
-        FORWARD.varlen_forward(q, k, v, packing, Spec())
-        BACKWARD.varlen_backward(grad, None, q, k, v, out, lse, packing, Spec())
+        FORWARD.varlen_forward(Call.of(q, k, v, Spec(), packing=packing))
+        BACKWARD.varlen_backward(
+            Call.of(q, k, v, Spec(), packing=packing, saved=Saved(grad, None, out, lse))
+        )
 
     for name, kernel in compiled(90, run).items():
         # with the bounds of sequences

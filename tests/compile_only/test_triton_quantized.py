@@ -11,10 +11,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch  # noqa: E402
 from fa_ops.backends.triton.configs import quantized_tile  # noqa: E402
-from fa_ops.call.options import (  # noqa: E402
-    Quantization,
-    Spec,
-)
+from fa_ops.call.options import Options  # noqa: E402
 from tests.compile_only.sass import assert_fits, disassembled  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.eight_bit")
@@ -88,10 +85,10 @@ def test_products_on_hopper_are_of_8_bit_numbers(dtype, instruction, tmp_path):
     [(89, 256, True, E4M3), (90, 128, True, torch.int8), (90, 8, False, E4M3)],
 )
 def test_quantisation_fits(arch, D, rotate, qk_dtype, tmp_path):
-    spec, how = Spec(), Quantization(None, None, None, qk_dtype, True, rotate)
+    options = Options(qk_dtype=qk_dtype, rotate=rotate)
     q, k = meta(B, Hq, S, D, dtype=torch.bfloat16), meta(B, Hkv, S, D, dtype=torch.bfloat16)
     sums, lens, strides = meta(B, Hkv, 16, D), meta(B, dtype=torch.int32), k.stride()[:3]
-    first, second = host.quantise_constants(q, k, how, spec)
+    first, second = host.quantise_constants(D, D, options)
     target = GPUTarget("cuda", arch, 32)
     args = (k, k, sums, sums, *strides, *strides, Hkv, S, lens)
     kernel = host.statistics_kernel

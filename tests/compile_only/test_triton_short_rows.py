@@ -43,9 +43,9 @@ def compiled(monkeypatch):
         q, spec = meta(B, H, S, D), Spec(meta(1 if shared else B, H, S, S))
         if backward:
             lse = meta(B, H, S, dtype=torch.float32)
-            short_rows.backward(q, None, q, q, q, q, lse, spec, True)
+            short_rows.backward(Call.of(q, q, q, spec, saved=Saved(q, None, q, lse, True)))
         else:
-            short_rows.forward(q, q, q, spec)
+            short_rows.forward(Call.of(q, q, q, spec))
         return kernels[0]
 
     return collect

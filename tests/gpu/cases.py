@@ -25,7 +25,7 @@ UNBOUNDED = 1 << 20
 def check(case: Case | PackedCase, gradients: bool = True) -> None:
     """Compare with the oracle, forward and backward; skip cases that the backend refuses."""
     q, k, v, spec = case.fresh()
-    reason = hopper.support_error(q, k, v, spec)
+    reason = hopper.support_error(Call.of(q, k, v, spec))
     if reason:
         pytest.skip(reason)
     assert_close_to_oracle(case, "hopper", gradients=gradients)

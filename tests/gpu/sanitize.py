@@ -31,6 +31,7 @@ import torch
 import fa_ops
 from fa_ops.backends.hopper import backward as dense_backward
 from fa_ops.backends.triton import configs
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Packing, Spec, keywords
 from fa_ops.cli.fuzz import refusal
 from fa_ops.testing import PackedCase, make_case, random_calls, random_case
@@ -61,13 +62,15 @@ def run(backend: str, first: int, step: int) -> int:
         D = (64, 128, 32, 256)[seed % 4]
         case = random_case(seed, D=D, Dv=D, dtype=torch.bfloat16, device="cuda")
         q, k, v, spec = case.fresh()
-        if module.support_error(q, k, v, spec):
+        if module.support_error(Call.of(q, k, v, spec)):
             continue
         # with few processors, persistent CTAs process a second tile even of small problems
         with few_processors(2) if seed // 4 % 2 else contextlib.nullcontext():
-            out, lse = module.forward(q, k, v, spec)
+            out, lse = module.forward(Call.of(q, k, v, spec))
             grads = torch.randn_like(out), torch.randn_like(lse)
-            module.backward(*grads, q, k, v, out, lse, spec, case.mask == "float")
+            module.backward(
+                Call.of(q, k, v, spec, saved=Saved(*grads, out, lse, case.mask == "float"))
+            )
         calls += 1
     if not first:
         calls += run_jumps(module) + run_packed(module) + run_short(module) + run_paged(backend)
@@ -83,9 +86,11 @@ def run_pairs() -> int:
             torch.randn(2, H, S, 256, device="cuda", dtype=torch.bfloat16)
             for H, S in ((Hq, Sq), (Hkv, Sk))
         )
-        out, lse = hopper_calls.forward(q, k, k, causal)
+        out, lse = hopper_calls.forward(Call.of(q, k, k, causal))
         with pairs_of_ctas():
-            hopper_calls.backward(torch.randn_like(out), None, q, k, k, out, lse, causal)
+            hopper_calls.backward(
+                Call.of(q, k, k, causal, saved=Saved(torch.randn_like(out), None, out, lse))
+            )
     return len(shapes)
 
 
@@ -100,13 +105,13 @@ def run_whole_heads(backend: str, first: int, step: int) -> int:
             torch.randn(2, H, S, D, device="cuda", dtype=torch.bfloat16)
             for H, S in ((Hq, Sq), (Hkv, Sk))
         )
-        out, lse = hopper_calls.forward(q, k, k, causal)
+        out, lse = hopper_calls.forward(Call.of(q, k, k, causal))
         grads = torch.randn_like(out), torch.randn_like(lse)
         if number % 2:
             grads[0][0, 0, 70:73] = float("nan")
         rule = mock.Mock(return_value=alone)
         with mock.patch.object(dense_backward, "prefers_own_row_sums", rule), few_processors(2):
-            hopper_calls.backward(*grads, q, k, k, out, lse, causal)
+            hopper_calls.backward(Call.of(q, k, k, causal, saved=Saved(*grads, out, lse)))
     return len(range(first, len(every), step))
 
 
@@ -116,7 +121,7 @@ def run_jumps(module) -> int:
         q, k, v = (torch.randn(1, 2, 500, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         for factor in (30, 200):
             k[:, :, ::97] *= factor
-            module.forward(q, k, v, Spec(is_causal=factor == 200))
+            module.forward(Call.of(q, k, v, Spec(is_causal=factor == 200)))
     return 4
 
 
@@ -128,9 +133,11 @@ def run_packed(module) -> int:
     for spec in (*specs, specs[-1]._replace(deterministic=True)):
         case = random_case(1, B=1, Hq=4, Hkv=2, Sq=200, Sk=200, D=64, Dv=64, dtype=torch.bfloat16)
         q, k, v = (t[0].transpose(0, 1).contiguous().cuda() for t in case.fresh()[:3])
-        out, lse = module.varlen_forward(q, k, v, packing, spec)
+        out, lse = module.varlen_forward(Call.of(q, k, v, spec, packing=packing))
         grads = torch.randn_like(out), torch.randn_like(lse)
-        module.varlen_backward(*grads, q, k, v, out, lse, packing, spec)
+        module.varlen_backward(
+            Call.of(q, k, v, spec, packing=packing, saved=Saved(*grads, out, lse))
+        )
     if hasattr(module, "merge_states"):
         outs, lses = torch.randn(3, 64, 4, 64, device="cuda"), torch.randn(3, 64, 4, device="cuda")
         module.merge_states(outs, lses)
@@ -141,7 +148,7 @@ def run_short(module) -> int:
     """Sequences of narrow heads, more than there are multiprocessors."""
     for S in (50, 77):
         q = torch.randn(10, 16, S, 64, device="cuda", dtype=torch.bfloat16)
-        module.forward(q, q, q, Spec(is_causal=S == 77))
+        module.forward(Call.of(q, q, q, Spec(is_causal=S == 77)))
     return 2
 
 
@@ -186,9 +193,9 @@ def run_cached(module, first: int, step: int) -> int:
         few = shape | {"Hq": 8, "Hkv": 2, "Sq": 20, "S": 1500}  # tiles attend parts of the keys
         cases.append(CacheCase(device="cuda", dtype=torch.bfloat16, D=D, Dv=D, sinks=True, **few))
     for case in cases[first::step]:
-        inputs = case.fresh()
-        if not module.cache_error(*inputs):
-            module.cache_forward(*inputs)
+        q, k, v, cache, spec = case.fresh()
+        if not module.cache_error(Call.of(q, k, v, spec, cache=cache)):
+            module.cache_forward(Call.of(q, k, v, spec, cache=cache))
             calls += 1
     return calls
 
@@ -210,12 +217,23 @@ def run_float32(backend: str, first: int, step: int) -> int:
         if is_packed:
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
             spec = spec._replace(kv_lens=None)
-            out, lse = module.varlen_forward(q, k, v, packing, spec)
-            module.varlen_backward(torch.randn_like(out), None, q, k, v, out, lse, packing, spec)
+            out, lse = module.varlen_forward(Call.of(q, k, v, spec, packing=packing))
+            module.varlen_backward(
+                Call.of(
+                    q,
+                    k,
+                    v,
+                    spec,
+                    packing=packing,
+                    saved=Saved(torch.randn_like(out), None, out, lse),
+                )
+            )
         else:
-            out, lse = module.forward(q, k, v, spec)
+            out, lse = module.forward(Call.of(q, k, v, spec))
             grads = torch.randn_like(out), torch.randn_like(lse)
-            module.backward(*grads, q, k, v, out, lse, spec, case.mask == "float")
+            module.backward(
+                Call.of(q, k, v, spec, saved=Saved(*grads, out, lse, case.mask == "float"))
+            )
         calls += 1
     return calls
 
@@ -319,8 +337,10 @@ def run_tiles(backend: str, first: int, step: int) -> int:
             spec.mask_blocks.random_(-100, 100)
         with few_processors(2) if seed % 2 else contextlib.nullcontext():
             module = functions_of(backend)
-            out, lse = module.forward(q, k, v, spec)
-            module.backward(torch.randn_like(out), None, q, k, v, out, lse, spec, is_float)
+            out, lse = module.forward(Call.of(q, k, v, spec))
+            module.backward(
+                Call.of(q, k, v, spec, saved=Saved(torch.randn_like(out), None, out, lse, is_float))
+            )
         calls += 1
     return calls
 

@@ -104,7 +104,7 @@ def test_numbers_are_those_of_the_definition():
         make_case(Sq=200, Sk=3000, D=128, Dv=64, device="cuda", dtype=torch.bfloat16), key_mean=2.0
     ).fresh()
     wanted = quantization.quantised(Call.of(q, k, v, spec, quantization=how), torch.float32)
-    found = quantise(q, k, v, how, spec)
+    found = quantise(Call.of(q, k, v, spec, quantization=how))
     assert (found.query.float() == wanted.query).float().mean() > 0.999
     assert (found.key.float() == wanted.key).float().mean() > 0.998
     assert torch.equal(found.value[..., :3000].float().transpose(2, 3), wanted.value)

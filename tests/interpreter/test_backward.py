@@ -5,6 +5,7 @@ import torch
 
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Spec, keywords
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
 from tests.backends.test_dropout import check_part
@@ -150,8 +151,10 @@ def test_nan_beyond_the_key_length_reaches_no_gradient(option):
         excluded[b, first[b] : last[b]] = False
     k[excluded.view(2, 1, 256).expand(k.shape[:3])] = float("nan")
     v[excluded.view(2, 1, 256).expand(v.shape[:3])] = float("inf")
-    out, lse = backend.forward(q, k, v, spec)
-    grads = backend.backward(torch.ones_like(out), None, q, k, v, out, lse, spec)
+    out, lse = backend.forward(Call.of(q, k, v, spec))
+    grads = backend.backward(
+        Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse))
+    )
     assert all(bool(x.isfinite().all()) for x in grads[:3])
     for x in (grads.key, grads.value):
         assert not x[excluded.view(2, 1, 256).expand(x.shape[:3])].any()
@@ -160,8 +163,10 @@ def test_nan_beyond_the_key_length_reaches_no_gradient(option):
 def test_gradients_have_the_layout_of_their_inputs():
     for layout in ("bhsd", "bshd", "packed", "expanded"):
         q, k, v, spec = make_case(layout=layout).fresh()
-        out, lse = backend.forward(q, k, v, spec)
-        grads = backend.backward(torch.ones_like(out), None, q, k, v, out, lse, spec)
+        out, lse = backend.forward(Call.of(q, k, v, spec))
+        grads = backend.backward(
+            Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse))
+        )
         for grad, x in zip(grads, (q, k, v)):
             assert grad.stride() == torch.empty_like(x).stride(), layout
 

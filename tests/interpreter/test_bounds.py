@@ -67,8 +67,10 @@ def test_broken_borders_of_packed_sequences(seed):
     arena = Arena()
     *inputs, grad_out = (arena.placed(x) for x in (q, k, v, grad))
     with arena.outputs("triton"):
-        out, lse = backend.varlen_forward(*inputs, wrong, spec)
-        found = backend.varlen_backward(grad_out, None, *inputs, out, lse, wrong, spec)
+        out, lse = backend.varlen_forward(Call.of(*inputs, spec, packing=wrong))
+        found = backend.varlen_backward(
+            Call.of(*inputs, spec, packing=wrong, saved=Saved(grad_out, None, out, lse))
+        )
     arena.check()
     assert_same((out, lse), expected)
     assert_same(found[:3], grads[:3])
@@ -97,8 +99,8 @@ def test_broken_lengths_and_ranges(seed):
     arena = Arena()
     *inputs, grad_out = (arena.placed(x) for x in (q, k, v, grad))
     with arena.outputs("triton"):
-        out, lse = backend.forward(*inputs, spec)
-        found = backend.backward(grad_out, None, *inputs, out, lse, spec)
+        out, lse = backend.forward(Call.of(*inputs, spec))
+        found = backend.backward(Call.of(*inputs, spec, saved=Saved(grad_out, None, out, lse)))
     arena.check()
     assert_same((out, lse), expected)
     assert_same(found[:3], grads[:3])
@@ -129,7 +131,7 @@ def test_broken_caches(seed):
     new = {name: x if x is None else arena.placed(x) for name, x in new.items()}
     spec = spec._replace(kv_lens=lens.int())
     with arena.outputs("triton"):
-        out, lse = backend.cache_forward(q, k, v, cache._replace(**new), spec)
+        out, lse = backend.cache_forward(Call.of(q, k, v, spec, cache=cache._replace(**new)))
     arena.check()
     assert bool(out.isfinite().all()) and not lse.isnan().any()
 
@@ -141,4 +143,6 @@ def test_lengths_that_overflow_with_new_keys_are_those_of_a_full_cache():
     full = torch.tensor([40, 40], dtype=torch.int32)
     expected = reference.forward(Call.of(q, k, v, spec._replace(kv_lens=full)))
     lens = torch.tensor([2**31 - 1, 2**31 - 2], dtype=torch.int32)
-    assert_same(backend.cache_forward(q, k, v, cache, spec._replace(kv_lens=lens)), expected)
+    assert_same(
+        backend.cache_forward(Call.of(q, k, v, spec._replace(kv_lens=lens), cache=cache)), expected
+    )

@@ -34,6 +34,11 @@ FEATURES = {
 }  # fmt: skip
 
 
+def cache_call(case):
+    q, k, v, cache, spec = case.fresh()
+    return Call.of(q, k, v, spec, cache=cache)
+
+
 def kernel_of(q, k, v, cache, spec):
     return triton.plan(Call.of(q, k, v, spec, cache=cache)).kernel
 
@@ -75,7 +80,7 @@ def test_e4m3_caches_are_converted(changes, dense):
     q, k, v, cache, spec = case.fresh()
     expected = reference.cached(Call.of(q, k, v, spec, cache=cache))
     # queries in float32, as the interpreter has no bfloat16; the operator takes no such call
-    for x, y in zip(cached.cache_forward(*case.fresh()), expected):
+    for x, y in zip(cached.cache_forward(cache_call(case)), expected):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
     assert len(dense) == 1
 
@@ -98,7 +103,7 @@ def test_pages_that_do_not_exist_are_not_attended(page_size, fp8):
     attend = broken_caches.attend_present(present, reference.dense)
     caches = broken_caches.with_spare_page(k, v, valid)
     expected = reference.cached(Call.of(q, *caches, spec2, cache=valid), attend)
-    for x, y in zip(cached.cache_forward(q, k, v, cache, spec), expected):
+    for x, y in zip(cached.cache_forward(Call.of(q, k, v, spec, cache=cache)), expected):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
 
 
@@ -124,7 +129,7 @@ def test_other_caches_use_the_decoding_kernels(changes, dense, monkeypatch):
     other = object()
     monkeypatch.setattr(cached.decode, "cache_forward", lambda *args: other)
     case = CacheCase(**MANY | changes)
-    assert cached.cache_forward(*case.fresh()) is other and not dense
+    assert cached.cache_forward(cache_call(case)) is other and not dense
     assert kernel_of(*case.fresh()) == "split-KV decoding"
 
 

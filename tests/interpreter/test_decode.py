@@ -120,7 +120,7 @@ def test_pages_that_do_not_exist_are_not_touched(page_size):
         table[1, 60 // page_size] = wrong
         before = k.clone()
         bad = cache._replace(page_table=table)
-        out, _ = decode.cache_forward(q, k, v, bad, spec)
+        out, _ = decode.cache_forward(Call.of(q, k, v, spec, cache=bad))
         assert bool(out.isfinite().all())
         appended = ~((k == before) | (k.isnan() & before.isnan()))
         assert int(appended.any(-1).any(-1).sum()) == 1  # row 0's token alone
@@ -130,23 +130,23 @@ def test_pages_that_do_not_exist_are_not_touched(page_size):
 def test_queries_are_rotated_at_positions_inside_the_cache(new):
     case = CacheCase(B=3, S=40, Sq=3, lens=(40 - new, 5, 0), new=new, rotary=8)
     q, k, v, cache, spec = case.fresh()
-    expected = decode.prepare_cache(q, k, v, cache, spec.kv_lens, 40)
-    lens = torch.tensor([2**31 - 1, 5, -9], dtype=torch.int32)
-    found = decode.prepare_cache(q, k, v, cache, lens, 40)
-    assert torch.equal(found[:2], expected[:2])
     call = Call.of(q, k, v, spec, cache=cache)
+    expected = decode.prepare_cache(call)
+    lens = torch.tensor([2**31 - 1, 5, -9], dtype=torch.int32)
+    found = decode.prepare_cache(call.changed(kv_lens=lens))
+    assert torch.equal(found[:2], expected[:2])
     at_zero = reference.rotate(q[2].double(), call, torch.zeros(3).long())
     torch.testing.assert_close(found[2], at_zero.float())
 
 
 def test_lengths_beyond_the_cache_are_clamped():
     q, k, v, cache, spec = CacheCase(S=40, lens=(40, 40)).fresh()
-    expected = decode.cache_forward(q, k, v, cache, spec)
+    expected = decode.cache_forward(Call.of(q, k, v, spec, cache=cache))
     lens = torch.tensor([10**6, 41], dtype=torch.int32)
-    found = decode.cache_forward(q, k, v, cache, spec._replace(kv_lens=lens))
+    found = decode.cache_forward(Call.of(q, k, v, spec._replace(kv_lens=lens), cache=cache))
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
     lens = torch.tensor([-5, -(2**31)], dtype=torch.int32)
-    out, lse = decode.cache_forward(q, k, v, cache, spec._replace(kv_lens=lens))
+    out, lse = decode.cache_forward(Call.of(q, k, v, spec._replace(kv_lens=lens), cache=cache))
     assert not out.any() and bool((lse == float("-inf")).all())
 
 
@@ -158,7 +158,7 @@ def test_lengths_compile_nothing_new():
     compiled = set()
     for S in (40, 100, 300):
         q, k, v, cache, spec = CacheCase(S=S).fresh()
-        decode.cache_forward(q, k, v, cache, spec)
+        decode.cache_forward(Call.of(q, k, v, spec, cache=cache))
         compiled.add(len(decode._launches))
     assert len(compiled) == 1
 
@@ -201,7 +201,7 @@ def test_padding_in_front_is_not_read():
     ranges = torch.tensor([[4000, 4096], [0, 0]], dtype=torch.int32).view(2, 1, 1, 2)
     k[:, :, :4000], v[:, :, :4000] = float("nan"), float("nan")
     spec = Spec(kv_lens=lens, key_ranges=ranges)
-    out, lse = decode.cache_forward(q, k, v, Cache(), spec)
+    out, lse = decode.cache_forward(Call.of(q, k, v, spec, cache=Cache()))
     seen = (x[:1].double() for x in (q, k[:, :, 4000:], v[:, :, 4000:]))
     expected = reference.dense(Call.of(*seen, Spec()))[0]
     torch.testing.assert_close(out[:1].double(), expected, atol=1e-5, rtol=1e-5)
@@ -214,7 +214,7 @@ def test_attention_reads_no_tail_of_the_cache():
     for b in range(2):
         k[b, :, lens[b] :] = float("nan")
         v[b, :, lens[b] :] = float("inf")
-    out, lse = forward.forward(q, k, v, Spec(kv_lens=lens))
+    out, lse = forward.forward(Call.of(q, k, v, Spec(kv_lens=lens)))
     assert bool(out.isfinite().all() and lse.isfinite().all())
 
 
@@ -260,7 +260,7 @@ def test_a_prepared_call_refuses_fp8_caches_at_odd_addresses_before_it_writes(mo
 
     call = cached(q, k, v, cache, spec)
     run = decode.prepare_cached(call)
-    monkeypatch.setattr(decode, "_bind", lambda *_: lambda *args: "attended")
+    monkeypatch.setattr(decode, "_bind", lambda call: lambda *args: "attended")
     assert run(q, moved(k, 2), moved(v, 2), call.operands, False) == "attended"
     for name, by in (("key_cache", (1, 2)), ("value_cache", (2, 1))):
         caches = [moved(x, offset) for x, offset in zip((k, v), by)]
@@ -282,7 +282,7 @@ def test_new_keys_are_divided_by_the_scales_of_their_pages(page_size, token_scal
     new = {name: getattr(cache, name).sign() * 1.5 for name in ("key", "value")}
     cache = cache._replace(**whole, **new)
     caches = [(k.clone(), v.clone()) for _ in range(2)]
-    decode.cache_forward(q, *caches[0], cache, spec)
+    decode.cache_forward(Call.of(q, *caches[0], spec, cache=cache))
     reference.cache_forward(Call.of(q, *caches[1], spec, cache=cache))
     for found, wanted in zip(*caches):
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
@@ -297,7 +297,7 @@ def test_scales_of_values_far_apart_keep_their_precision():
         scale = torch.ones_like(cache.v_scale)
         scale[cache.page_table[0].long()] = 2.0 ** torch.tensor(exponents).float().view(-1, 1, 1)
         one = cache._replace(v_scale=scale)
-        out, _ = decode.cache_forward(q.float().half(), k, v, one, spec)
+        out, _ = decode.cache_forward(Call.of(q.float().half(), k, v, spec, cache=one))
         expected, _ = reference.cached(Call.of(q, k, v, spec, cache=one))
         assert (out.double() - expected).abs().max() < 2e-3 * expected.abs().max()
 

@@ -52,7 +52,7 @@ def test_forward(name, poison):
         for j in (0, 35):
             bad = {"key": k.clone(), "value": v.clone()}
             bad[where][0, :, j, 3] = poison
-            out, lse = backend.forward(q, bad["key"], bad["value"], spec)
+            out, lse = backend.forward(Call.of(q, bad["key"], bad["value"], spec))
             clean = ~keep[..., j]
             clean[1] = True
             torch.testing.assert_close(out[clean], expected[clean], atol=1e-5, rtol=1e-4)
@@ -80,8 +80,8 @@ def test_backward(name):
         of_keys = where in ("key", "value")
         rows = first & (keep[..., at] if of_keys else torch.arange(40).eq(at).expand(2, 2, 40))
         inputs = bad["query"], bad["key"], bad["value"]
-        out, lse = backend.forward(*inputs, spec)
-        grads = backend.backward(bad["grad"], None, *inputs, out, lse, spec)
+        out, lse = backend.forward(Call.of(*inputs, spec))
+        grads = backend.backward(Call.of(*inputs, spec, saved=Saved(bad["grad"], None, out, lse)))
         clean = {"query": ~rows, "key": ~(keep & rows[..., None]).any((1, 2))[:, None]}
         clean["value"] = clean["key"]
         if of_keys:
@@ -103,8 +103,10 @@ def test_backward_of_a_mask():
         Call.of(q, k, v, spec, saved=Saved(grad, None, *right, True))
     ).attn_mask
     v[:, :, 25, 3] = NAN
-    out, lse = backend.forward(q, k, v, spec)
-    found = backend.backward(grad, None, q, k, v, out, lse, spec, True).attn_mask
+    out, lse = backend.forward(Call.of(q, k, v, spec))
+    found = backend.backward(
+        Call.of(q, k, v, spec, saved=Saved(grad, None, out, lse, True))
+    ).attn_mask
     clean = ~attends(spec, 2, 2, 20, 30)[..., 25]
     torch.testing.assert_close(found[clean], expected[clean], atol=1e-5, rtol=1e-4)
 
@@ -113,7 +115,7 @@ def test_a_nan_query_reaches_only_its_row():
     q, k, v, spec = make_case(B=1, Sq=50, Sk=60, is_causal=True).fresh()
     expected = reference.forward(Call.of(q, k, v, spec))[0]
     q[:, 1, 40, 2] = NAN
-    out, _ = backend.forward(q, k, v, spec)
+    out, _ = backend.forward(Call.of(q, k, v, spec))
     assert bool(out[:, 1, 40].isnan().all())
     out[:, 1, 40] = expected[:, 1, 40]
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
@@ -127,7 +129,7 @@ def test_packed_sequences():
     expected = reference.varlen_forward(Call.of(q, k, v, spec, packing=packing))
     k[45] = NAN
     v[60] = INF
-    out, lse = backend.varlen_forward(q, k, v, packing, spec)
+    out, lse = backend.varlen_forward(Call.of(q, k, v, spec, packing=packing))
     torch.testing.assert_close(out[:40], expected[0][:40], atol=1e-5, rtol=1e-4)
     assert bool(out[40:].isnan().any(-1).all())  # all of them attend the first key
 
@@ -155,7 +157,7 @@ def test_decoding(changes):
             place = (page, j % case.page_size)
         bad[place] = NAN
         keys = bad if case.shared else k
-        out, _ = backend.cache_forward(q, keys, bad, cache, spec)
+        out, _ = backend.cache_forward(Call.of(q, keys, bad, spec, cache=cache))
         for i in range(Sq):
             diagonal = 150 - Sq + i
             seen = j <= diagonal and (left < 0 or j >= diagonal - left)
@@ -175,11 +177,9 @@ def test_an_infinite_key_that_a_float_mask_excludes_leaves_gradients_finite(shap
     mask = torch.zeros(shape)
     mask[..., 7] = -INF
     spec = spec._replace(attn_mask=mask, softcap=softcap)
-    out, lse = backend.forward(q, k, v, spec)
-    given = torch.randn_like(out), None, q, k, v, out, lse, spec, True
-    saved = Saved(given[0], None, out, lse, True)
-    right = reference.backward(Call.of(q, k, v, spec, saved=saved))
-    for found, expected in zip(backend.backward(*given)[:4], right[:4]):
+    out, lse = backend.forward(Call.of(q, k, v, spec))
+    call = Call.of(q, k, v, spec, saved=Saved(torch.randn_like(out), None, out, lse, True))
+    for found, expected in zip(backend.backward(call)[:4], reference.backward(call)[:4]):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -206,11 +206,11 @@ def test_extreme_numbers(name, Sq, Sk):
     case = make_case(**{"Sq": Sq, "Sk": Sk, "B": 1, "Hq": 2, "Hkv": 1} | EXTREMES[name])
     q, k, v, spec = case.fresh()
     expected = reference.forward(Call.of(q, k, v, spec))
-    out, lse = backend.forward(q, k, v, spec)
+    out, lse = backend.forward(Call.of(q, k, v, spec))
     torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
     grad = torch.ones_like(out)
-    grads = backend.backward(grad, None, q, k, v, out, lse, spec)
+    grads = backend.backward(Call.of(q, k, v, spec, saved=Saved(grad, None, out, lse)))
     assert all(bool(x.isfinite().all()) for x in grads[:3])
 
 
@@ -219,10 +219,9 @@ def test_extreme_numbers(name, Sq, Sk):
 def test_a_score_of_0_has_a_gradient_under_every_softcap(softcap, scale):
     q, k, v, spec = make_case(Sq=20, Sk=40, Hq=2, Hkv=1, softcap=softcap, scale=scale).fresh()
     q = torch.zeros_like(q)
-    out, lse = backend.forward(q, k, v, spec)
-    given = torch.randn_like(out), None, q, k, v, out, lse, spec
-    expected = reference.backward(Call.of(q, k, v, spec, saved=Saved(given[0], None, out, lse)))[0]
-    found = backend.backward(*given)[0]
+    out, lse = backend.forward(Call.of(q, k, v, spec))
+    call = Call.of(q, k, v, spec, saved=Saved(torch.randn_like(out), None, out, lse))
+    expected, found = reference.backward(call)[0], backend.backward(call)[0]
     assert expected.abs().max() > 0
     torch.testing.assert_close(found / scale, expected / scale, atol=1e-5, rtol=1e-4)
 
@@ -239,11 +238,13 @@ def test_huge_scores(dtype, options):
         if dtype == torch.float16:
             spec = spec._replace(scale=40.0)
         expected = reference.forward(Call.of(q, k, v, spec))
-        out, lse = backend.forward(q, k, v, spec)
+        out, lse = backend.forward(Call.of(q, k, v, spec))
         rtol = 1e-3 if dtype == torch.float16 else 1e-5
         torch.testing.assert_close(out, expected[0], atol=rtol, rtol=rtol)
         torch.testing.assert_close(lse, expected[1], atol=0.0, rtol=1e-5)
-        grads = backend.backward(torch.ones_like(out), None, q, k, v, out, lse, spec)
+        grads = backend.backward(
+            Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse))
+        )
         assert not any(bool(x.isnan().any()) for x in grads[:3])
 
 
@@ -256,11 +257,13 @@ def test_sinks(decoding, sink, lens):
     lens = None if lens is None else torch.tensor(lens, dtype=torch.int32)
     spec = spec._replace(sinks=torch.tensor([sink, 0.5]), kv_lens=lens)
     expected = reference.forward(Call.of(q, k, v, spec))
-    out, lse = backend.forward(q, k, v, spec)
+    out, lse = backend.forward(Call.of(q, k, v, spec))
     torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
     grad_lse = torch.ones_like(lse).masked_fill(lse == -INF, 0.0)
-    grads = backend.backward(torch.ones_like(out), grad_lse, q, k, v, out, lse, spec)
+    grads = backend.backward(
+        Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), grad_lse, out, lse))
+    )
     assert all(bool(x.isfinite().all()) for x in (*grads[:3], grads.sinks))
 
 
@@ -272,7 +275,7 @@ def test_rows_of_the_lowest_number(dtype):
     mask[3], mask[5, :60], mask[7] = torch.finfo(dtype).min, torch.finfo(dtype).min, -INF
     for spec in (Spec(attn_mask=mask), Spec(attn_mask=mask.float())):
         expected, expected_lse = reference.forward(Call.of(q, k, v, spec))
-        out, lse = backend.forward(q, k, v, spec)
+        out, lse = backend.forward(Call.of(q, k, v, spec))
         torch.testing.assert_close(out, expected, atol=2e-3, rtol=1e-3)
         torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
 
@@ -281,9 +284,13 @@ def test_more_than_2_to_the_29_keys_are_refused():
     few, many = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 16).expand(1, 1, MAX_LENGTH + 1, 16)
     packed = many[0].transpose(0, 1)
     for args in ((many, few, few), (few, many, many), (packed, few[0], few[0])):
-        assert f"up to {MAX_LENGTH} queries and keys" in backend.support_error(*args, Spec())
+        assert f"up to {MAX_LENGTH} queries and keys" in backend.support_error(
+            Call.of(*args, Spec())
+        )
     table = torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**23)
     pages = torch.zeros(4, 128, 1, 16)
-    too_long = backend.cache_error(few, pages, pages, Cache(page_table=table), Spec())
+    too_long = backend.cache_error(
+        Call.of(few, pages, pages, Spec(), cache=Cache(page_table=table))
+    )
     assert str(MAX_LENGTH) in too_long
-    assert str(MAX_LENGTH) in backend.cache_error(few, many, many, Cache(), Spec())
+    assert str(MAX_LENGTH) in backend.cache_error(Call.of(few, many, many, Spec(), cache=Cache()))

@@ -63,7 +63,7 @@ def test_numbers_and_scales_are_those_of_the_definition(qk_dtype):
     spec = Spec(kv_lens=torch.tensor([130, 77], dtype=torch.int32))
     how = Quantization(None, None, None, qk_dtype, True, False)
     wanted = quantization.quantised(Call.of(q, k, v, spec, quantization=how), torch.float32)
-    found = host.quantise(q, k, v, how, spec)
+    found = host.quantise(Call.of(q, k, v, spec, quantization=how))
     same = found.query[..., :48].float() == wanted.query
     assert same.float().mean() > 0.999 and not found.query[..., 48:].float().any()
     assert (found.key[..., :48].float() == wanted.key).float().mean() > 0.999

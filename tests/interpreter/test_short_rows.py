@@ -91,14 +91,16 @@ def test_rows_that_a_bias_hides(low):
     bias = torch.randn(1, 2, 20, 30)
     bias[:, :, 3:6] = low
     bias[:, 1, 8, 5:] = low
-    out, lse = short_rows.forward(q, k, v, Spec(bias))
+    out, lse = short_rows.forward(Call.of(q, k, v, Spec(bias)))
     hidden = torch.full((3,), low == float("-inf"))
     assert torch.equal(lse[0, 0, 3:6] == float("-inf"), hidden)
     expected = torch.zeros(2, 16) if hidden[0] else v[1].float().mean(1)
     torch.testing.assert_close(out[1, :, 4].float(), expected, atol=1e-3, rtol=1e-3)
     if low > float("-inf"):
         return
-    grads = short_rows.backward(torch.ones_like(out), None, q, k, v, out, lse, Spec(bias), True)
+    grads = short_rows.backward(
+        Call.of(q, k, v, Spec(bias), saved=Saved(torch.ones_like(out), None, out, lse, True))
+    )
     assert not grads.query[:, :, 3:6].any() and not grads.attn_mask[:, :, 3:6].any()
     assert all(bool(x.isfinite().all()) for x in grads[:4])
 
@@ -110,9 +112,9 @@ def test_the_gradient_of_a_bias_repeats_and_has_its_dtype(dtype, shared):
     case = window(random.Random(2), B=9, Hq=2, Hkv=2, Sq=20, Sk=30, D=16, Dv=16, scale=None)
     q, k, v, _ = case.fresh()
     bias = torch.randn(1 if shared else 9, 2, 30, 20).to(dtype).mT
-    out, lse = short_rows.forward(q, k, v, Spec(bias))
-    args = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, Spec(bias), True
-    first, second = short_rows.backward(*args), short_rows.backward(*args)
+    out, lse = short_rows.forward(Call.of(q, k, v, Spec(bias)))
+    saved = Saved(torch.randn_like(out), torch.randn_like(lse), out, lse, True)
+    first, second = (short_rows.backward(Call.of(q, k, v, Spec(bias), saved=saved)) for _ in "ab")
     assert all(torch.equal(a, b) for a, b in zip(first[:4], second[:4]))
     assert (first.attn_mask.dtype, first.attn_mask.shape) == (dtype, bias.shape)
 

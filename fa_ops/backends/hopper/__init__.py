@@ -22,20 +22,27 @@ from fa_ops.backends.hopper.configs import (
     head_dim_error,
     limit_error,
 )
-from fa_ops.call.call import Call, Plan, Saved, append_then_attend, decoding
-from fa_ops.call.options import (
-    MAX_DECODING_QUERIES,
-    MAX_HEAD_DIM,
-    MAX_SHORT_GRADIENT_ROWS,
-    Cache,
-    Quantization,
-    Spec,
-    default_scale,
-    dtype_name,
+from fa_ops.call.call import (
+    CACHED,
+    DENSE,
+    PACKED,
+    PAGED,
+    QUANTIZED,
+    QUANTIZED_PACKED,
+    Call,
+    Plan,
+    append_then_attend,
+    decoding,
     has_short_gradients,
     has_short_rows,
     is_decoding,
     queries_of_kv_head,
+)
+from fa_ops.call.options import (
+    MAX_DECODING_QUERIES,
+    MAX_HEAD_DIM,
+    MAX_SHORT_GRADIENT_ROWS,
+    dtype_name,
 )
 
 _ALTERNATIVE = "the triton backend can run it"
@@ -71,24 +78,23 @@ def available_error() -> str | None:
 
 def supports(call: Call) -> str | None:
     """Why the backend cannot run the call, or None."""
-    q, k, v, spec = call.query, call.key, call.value, call.spec
-    if call.is_quantized:
-        if call.is_packed:
-            return _packed_quantized_error(call)
-        return _quantized_error(q, k, v, call.quantization, spec)
-    if call.is_cached:
+    signature = call.signature
+    if signature is QUANTIZED:
+        return _quantized_error(call)
+    if signature is QUANTIZED_PACKED:
+        return _packed_quantized_error(call)
+    if signature is CACHED:
         return _cached_error(call)
-    if call.is_paged:
+    if signature is PAGED:
         return _paged_error(call)
-    is_dense, saved = not call.is_packed, call.saved  # all other calls have returned
-    if call.backend == "auto" and is_dense:
-        if saved is None and is_decoding(q.shape[2], k.shape[2], spec):
+    if call.backend == "auto" and signature is DENSE:
+        if call.saved is None and is_decoding(call):
             # where the decoding kernel cannot run, a backend that splits keys is faster than
             # `forward`
-            return cache_error(q, k, v, Cache(), spec)
-        if _is_slow_for_short_rows(q, k, v, spec, saved):
+            return cache_error(call)
+        if _is_slow_for_short_rows(call):
             return f"is slower for short rows with a bias; {_ALTERNATIVE}"
-    return support_error(q, k, v, spec, is_dense)
+    return support_error(call, signature is DENSE)
 
 
 def append_error(call: Call) -> str | None:
@@ -106,18 +112,14 @@ def mask_blocks_error(mask: Tensor) -> str | None:
     return f"has no kernel that summarises masks; {_ALTERNATIVE}"
 
 
-def _is_slow_for_short_rows(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, saved: Saved | None
-) -> bool:
+def _is_slow_for_short_rows(call: Call) -> bool:
     """Whether rows with a bias are so short that the kernel that holds them whole is faster.
 
     With 128 tokens, which that kernel holds as well, this backend takes 0.9 times as long.
     """
-    if max(q.shape[2], k.shape[2]) > MAX_SHORT_GRADIENT_ROWS:
+    if max(call.query.shape[2], call.key.shape[2]) > MAX_SHORT_GRADIENT_ROWS:
         return False
-    if saved is not None:
-        return has_short_gradients(q, k, v, spec, saved.mask_grad)
-    return has_short_rows(q, k, v, spec)
+    return has_short_gradients(call) if call.is_backward else has_short_rows(call)
 
 
 def plan(call: Call) -> Plan:
@@ -133,19 +135,19 @@ def _plan(call: Call) -> Plan:
 
     Modules are imported where they are needed: reading the parameters of their kernels takes 20 ms.
     """
-    if call.is_quantized or (call.is_packed and call.is_paged):
+    signature = call.signature
+    if signature in (QUANTIZED, QUANTIZED_PACKED, PAGED):
         return _rare_plan(call)
-    q, k, v = call.query, call.key, call.value
     if call.saved is not None:
         return _backward_plan(call)
-    if call.is_cached:
-        module = _cache_module(q, k, v, call.cache)
+    if signature is CACHED:
+        module = _cache_module(call)
         return _appending(module) if call.writes_cache else _plan_of(module)
-    if call.is_packed:
+    if signature is PACKED:
         from fa_ops.backends.hopper import packed
 
         return Plan("forward", packed.prepare)
-    module = _decoding_module(q, k, v, call.spec)
+    module = _decoding_module(call)
     if module is not None:
         return decoding(_plan_of(module))
     from fa_ops.backends.hopper import forward
@@ -193,35 +195,31 @@ def _plan_of(module: ModuleType) -> Plan:
     return Plan(name, module.prepare)
 
 
-def _decoding_module(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType | None:
+def _decoding_module(call: Call) -> ModuleType | None:
     """The module that runs a dense call with few queries as one over a cache, or None."""
-    if not is_decoding(q.shape[2], k.shape[2], spec):
+    if not is_decoding(call):
         return None
-    module = _cache_module(q, k, v, Cache())
-    return module if module.cache_error(q, k, v, Cache(), spec) is None else None
+    module = _cache_module(call)
+    return module if module.cache_error(call) is None else None
 
 
-def support_error(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, takes_wide: bool = False
-) -> str | None:
+def support_error(call: Call, takes_wide: bool = False) -> str | None:
     """Why the backend cannot run this call, or None; `takes_wide`: head dims over 256 too."""
-    if q.device.type != "cuda":
-        return _device_error(q)
-    reason = _unsupported(q, v, spec, takes_wide)
-    is_wide = max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM
+    if call.query.device.type != "cuda":
+        return _device_error(call.query)
+    reason = _unsupported(call, takes_wide)
+    is_wide = max(call.query.shape[-1], call.value.shape[-1]) > MAX_HEAD_DIM
     alternative = "the reference backend takes any" if is_wide else _ALTERNATIVE
     return reason and f"{reason}; {alternative}"
 
 
-def _quantized_error(
-    q: Tensor, k: Tensor, v: Tensor, quantization: Quantization, spec: Spec
-) -> str | None:
+def _quantized_error(call: Call) -> str | None:
     """Why the backend cannot run a call with 8-bit products, or None."""
     from fa_ops.backends.hopper import eight_bit
 
-    if q.device.type != "cuda":
-        return _device_error(q)
-    reason = eight_bit.support_error(q, k, v, quantization, spec)
+    if call.query.device.type != "cuda":
+        return _device_error(call.query)
+    reason = eight_bit.support_error(call)
     return reason and f"{reason}; {_ALTERNATIVE}"
 
 
@@ -247,28 +245,29 @@ def _device_error(q: Tensor) -> str:
     return f"needs CUDA tensors, query is on {q.device}; the cpu backend can run it"
 
 
-def _unsupported(q: Tensor, v: Tensor, spec: Spec, takes_wide: bool) -> str | None:
+def _unsupported(call: Call, takes_wide: bool) -> str | None:
+    q, v = call.query, call.value
     D, Dv = q.shape[-1], v.shape[-1]
     is_wide = takes_wide and max(D, Dv) > MAX_NARROW_DIM
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 and float16, query is {dtype_name(q.dtype)}"
     if reason := head_dim_error(D, Dv, MAX_HEAD_DIM if is_wide else MAX_NARROW_DIM):
         return reason
-    if is_wide and (reason := _wide_error(spec)):
+    if is_wide and (reason := _wide_error(call)):
         return reason
     if -(-Dv // 64) > -(-D // 64) and not is_wide:
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
     tokens = 0 if q.dim() == 3 else -2
-    return limit_error(default_scale(spec, D), q.shape[tokens], v.shape[tokens])
+    return limit_error(call.scale, q.shape[tokens], v.shape[tokens])
 
 
-def _wide_error(spec: Spec) -> str | None:
+def _wide_error(call: Call) -> str | None:
     """Why the kernel of wide heads does not have these options, or None."""
     options = {
-        "attn_mask": spec.attn_mask is not None,
-        "alibi_slopes": spec.alibi_slopes is not None,
-        "softcap": spec.softcap > 0,
-        "dropout_p": spec.dropout_p > 0,
+        "attn_mask": call.operands.attn_mask is not None,
+        "alibi_slopes": call.operands.alibi_slopes is not None,
+        "softcap": call.options.softcap > 0,
+        "dropout_p": call.options.dropout_p > 0,
     }
     for name, is_given in options.items():
         if is_given:
@@ -278,8 +277,7 @@ def _wide_error(spec: Spec) -> str | None:
 
 def _cached_error(call: Call) -> str | None:
     """Why the backend cannot write to such a cache, or attend it, or None."""
-    rest = call.read_only()
-    reason = cache_error(rest.query, rest.key, rest.value, rest.cache, rest.spec)
+    reason = cache_error(call.read_only())
     if reason or not call.writes_cache:
         return reason
     from fa_ops.backends.hopper import decode
@@ -288,20 +286,20 @@ def _cached_error(call: Call) -> str | None:
     return reason and f"{reason}; {_ALTERNATIVE}"
 
 
-def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+def cache_error(call: Call) -> str | None:
     """Why the backend cannot attend such a cache, or None."""
-    if q.device.type != "cuda":
-        return _device_error(q)
-    reason = _cache_module(q, k, v, cache).cache_error(q, k, v, cache, spec)
+    if call.query.device.type != "cuda":
+        return _device_error(call.query)
+    reason = _cache_module(call).cache_error(call)
     return reason and f"{reason}; {_ALTERNATIVE}"
 
 
-def _cache_module(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> ModuleType:
-    if has_latent_dims(q.shape[-1], v.shape[-1]):
+def _cache_module(call: Call) -> ModuleType:
+    if has_latent_dims(call.query.shape[-1], call.value.shape[-1]):
         from fa_ops.backends.hopper import mla
 
         return mla
-    if queries_of_kv_head(q, k, cache) > MAX_DECODING_QUERIES:
+    if queries_of_kv_head(call) > MAX_DECODING_QUERIES:
         from fa_ops.backends.hopper import forward
 
         return forward

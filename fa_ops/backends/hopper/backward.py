@@ -55,9 +55,8 @@ from fa_ops.backends.hopper.runtime.launch import (
     processors,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
-from fa_ops.call.call import Call, Run
-from fa_ops.call.call import general_of_groups as general
-from fa_ops.call.options import NO_OPERANDS, Gradients, Operands, Spec, rows_are_aligned
+from fa_ops.call.call import Call, Run, general
+from fa_ops.call.options import NO_OPERANDS, Gradients, Operands, rows_are_aligned
 
 # maps and addresses; scalars and strides; a mask's bits; what `RareOptions` writes
 _PARAMS = struct_layout("backward_tiles.cuh", "BackwardParams")
@@ -75,52 +74,36 @@ _SECTION_BYTES = 8 << 20
 _FLAG_ROWS = 16  # rows for which one word flags whether any is not finite
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spec: Spec,
-    mask_grad: bool = False,
-) -> Gradients:
+def backward(call: Call) -> Gradients:
     """All gradients of a dense call."""
-    like = q, k, v
+    like, (grad_out, grad_lse, out, lse, mask_grad), t = call[:3], call.saved, call.operands
     grad_strides = tuple(map(written_strides, like))
-    q, k, v, grad_out, out = (tma_aligned(t) for t in (q, k, v, grad_out, out))
-    ranges, mask = spec.key_ranges, spec.attn_mask
+    q, k, v, grad_out, out = map(tma_aligned, (*like, grad_out, out))
+    ranges, bias, held = t.key_ranges, None, None
     if ranges is not None and ranges.stride(3) != 1:
-        ranges = ranges.contiguous()
-    bias, held = Bias.of(mask, spec.mask_blocks) if bits_of(mask) else (None, None)
-    spec = spec._replace(key_ranges=ranges)
-    plan = plan_of((q, k, v, grad_out, out), grad_strides, spec, bias)
-    lens, slopes = (
-        None if t is None else t.contiguous() for t in (spec.kv_lens, spec.alibi_slopes)
-    )
-    seed, blocks = spec.dropout_seed, spec.mask_blocks
-    tensors = Operands(mask, slopes, spec.sinks, lens, ranges, seed, blocks)
-    *grads, dmask, workspace = plan.run(
-        grad_out, q, k, v, out, lse, grad_lse, tensors, held, mask_grad
-    )
+        t = t._replace(key_ranges=ranges.contiguous())
+    if bits_of(t.attn_mask):
+        bias, held = Bias.of(t.attn_mask, t.mask_blocks)
+    saved = call.saved._replace(grad_out=grad_out, out=out)
+    plan = plan_of(Call(q, k, v, t, call.options, saved), grad_strides, bias)
+    lens, slopes = (None if x is None else x.contiguous() for x in (t.kv_lens, t.alibi_slopes))
+    t = t._replace(kv_lens=lens, alibi_slopes=slopes)
+    *grads, dmask, workspace = plan.run(grad_out, q, k, v, out, lse, grad_lse, t, held, mask_grad)
     grads = laid_out_like(like, grads)
-    return Gradients(*grads, dmask, sink_gradient(spec.sinks, lse, plan, workspace))
+    return Gradients(*grads, dmask, sink_gradient(t.sinks, lse, plan, workspace))
 
 
 def prepare(call: Call) -> Run:
     """A function that runs backward passes with the geometry of this one."""
-    q, k, v, spec, saved = call.query, call.key, call.value, call.spec, call.saved
-    if bits_of(spec.attn_mask) or needs_copies(call):
-        return general("backward", backward).prepare(call)
-    strides = q.stride(), k.stride(), v.stride()
-    plan = plan_of((q, k, v, saved.grad_out, saved.out), strides, spec)
-    options = spec.with_operands(NO_OPERANDS)
+    in_general = general("backward", backward).prepare(call)
+    if bits_of(call.operands.attn_mask) or needs_copies(call):
+        return in_general
+    plan = plan_of(call, (call.query.stride(), call.key.stride(), call.value.stride()))
 
     def run(grad_out, grad_lse, q, k, v, out, lse, tensors: Operands) -> Gradients | tuple:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
         if (addresses | out.data_ptr()) & MISALIGNED:
-            return backward(grad_out, grad_lse, q, k, v, out, lse, options.with_operands(tensors))
+            return in_general(grad_out, grad_lse, q, k, v, out, lse, tensors)
         results = plan.run(grad_out, q, k, v, out, lse, grad_lse, tensors)
         if tensors is NO_OPERANDS:
             return results[:3]
@@ -142,20 +125,21 @@ def needs_copies(call: Call) -> bool:
 
 
 def plan_of(
-    tensors: tuple[Tensor, ...], grad_strides: tuple[tuple[int, ...], ...], spec: Spec,
-    bias: Bias | None = None, sequences: int | None = None,
+    call: Call, grad_strides: tuple[tuple[int, ...], ...], bias: Bias | None = None,
+    sequences: int | None = None,
 ) -> BackwardPlan:  # fmt: skip
-    """The plan for q, k, v, grad_out and out; a packed batch of `sequences` is one long sequence.
+    """The plan of a backward pass; a packed batch of `sequences` is one long sequence.
 
     Gradients are laid out as `torch.empty_like` lays out tensors with the strides `grad_strides`.
     """
-    mask = spec.attn_mask
+    mask, saved = call.operands.attn_mask, call.saved
     geometry = Geometry.of(
-        *tensors[:3], spec, bias=bias, sequences=sequences, lists=skipped_lists(spec),
+        call, bias=bias, sequences=sequences, lists=skipped_lists(call.operands),
         mask=None if mask is None or bias is not None else MaskLayout.of(mask),
-        deterministic=spec.deterministic,
+        deterministic=call.options.deterministic,
     )  # fmt: skip
-    return _plan(geometry._replace(strides=(*(t.stride() for t in tensors), *grad_strides)))
+    strides = *geometry.strides, saved.grad_out.stride(), saved.out.stride(), *grad_strides
+    return _plan(geometry._replace(strides=strides))
 
 
 class BackwardPlan(KernelPlan):

@@ -49,16 +49,12 @@ from fa_ops.backends.hopper.runtime.launch import (
     processors,
 )
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import Call, Run
+from fa_ops.call.call import Call, Run, queries_of_kv_head
 from fa_ops.call.options import (
     ALIGNMENT,
     MAX_DECODING_QUERIES,
-    Cache,
     Operands,
-    Spec,
-    default_scale,
     dtype_name,
-    queries_of_kv_head,
     rows_are_aligned,
     scales_of,
 )
@@ -67,22 +63,21 @@ _MAX_GATHERED_BYTES = 16 << 32  # offsets count units of 16 bytes in 32 bits
 
 
 def split_cache_error(
-    q: Tensor, k: Tensor, cache: Cache, spec: Spec, tensors: dict[str, Tensor],
-    dtypes: tuple[torch.dtype, ...] = (),
-) -> str | None:  # fmt: skip
+    call: Call, tensors: dict[str, Tensor], dtypes: tuple[torch.dtype, ...] = ()
+) -> str | None:
     """Why no kernel here can attend a cache in this memory, or None.
 
     `tensors` are read by TMA. `dtypes`: of caches that have another dtype than the query.
     """
-    table = cache.page_table
+    q, k = call.query, call.key
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype not in (q.dtype, *dtypes):
         found = f"{dtype_name(k.dtype)} for queries of {dtype_name(q.dtype)}"
         return f"decodes bfloat16 and float16 caches, got {found}"
-    if cache.key is not None or cache.rotary_cos is not None:
+    if call.writes_cache:
         return "does not write to caches"
-    table_length = None if table is None else table.shape[1]
-    *_, keys = cache_sizes(by_head(k.shape, table is not None), table_length)
-    reason = limit_error(default_scale(spec, q.shape[-1]), q.shape[2], keys)
+    table_length = call.operands.page_table.shape[1] if call.is_paged else None
+    *_, keys = cache_sizes(by_head(k.shape, call.is_paged), table_length)
+    reason = limit_error(call.scale, q.shape[2], keys)
     if reason:
         return reason
     for name, t in tensors.items():
@@ -91,10 +86,10 @@ def split_cache_error(
     return None
 
 
-def gathering_error(cache: Cache, tensors: dict[str, Tensor]) -> str | None:
+def gathering_error(call: Call, tensors: dict[str, Tensor]) -> str | None:
     """Why the kernels cannot gather keys from these tensors of pages, or None."""
     for name, t in tensors.items():
-        if cache.page_table is None or copy_keys(t.shape[1]) > 1:
+        if not call.is_paged or copy_keys(t.shape[1]) > 1:
             continue
         size = t.shape[0] * t.stride(0) * t.itemsize
         if size > _MAX_GATHERED_BYTES:
@@ -236,14 +231,14 @@ def table_layout(table: Tensor | None) -> tuple[int, int] | None:
     return None if table is None else (table.shape[1], table.stride(0))
 
 
-def geometry_of(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Geometry:
+def geometry_of(call: Call) -> Geometry:
     """The geometry of a call that reads its cache."""
-    table = cache.page_table
+    t = call.operands
     geometry = Geometry.of(
-        q, k, v, spec, table=table_layout(table), key_dtype=k.dtype,
-        scales=scales_of(cache.k_scale, cache.v_scale, table is not None),
+        call, table=table_layout(t.page_table), key_dtype=call.key.dtype,
+        scales=scales_of(t.k_scale, t.v_scale, call.is_paged),
     )  # fmt: skip
-    return geometry if table is None else with_layouts(geometry, q, k, v)
+    return with_layouts(geometry, *call[:3]) if call.is_paged else geometry
 
 
 def with_layouts(g: Geometry, q: Tensor, k: Tensor, v: Tensor) -> Geometry:
@@ -279,37 +274,35 @@ _E4M3 = torch.float8_e4m3fn
 MAX_ROWS = MAX_DECODING_QUERIES  # of a KV head, of all its query heads
 
 
-def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+def cache_error(call: Call) -> str | None:
     """Why the kernel cannot attend such a cache, or None."""
-    rows = queries_of_kv_head(q, k, cache)
+    rows = queries_of_kv_head(call)
     if rows > MAX_ROWS:
         return f"attends {MAX_ROWS} queries of a kv head at once, got {rows}"
-    reason = memory_error(q, k, v, cache, spec, (_E4M3,))
-    return reason or gathering_error(cache, {"key_cache": k, "value_cache": v})
+    reason = memory_error(call, (_E4M3,))
+    return reason or gathering_error(call, {"key_cache": call.key, "value_cache": call.value})
 
 
-def memory_error(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, dtypes: tuple[torch.dtype, ...] = ()
-) -> str | None:
+def memory_error(call: Call, dtypes: tuple[torch.dtype, ...] = ()) -> str | None:
     """The part of `cache_error` that does not depend on the number of queries.
 
     `dtypes`: of caches that have another dtype than the query.
     """
+    q, k, v = call[:3]
     D, Dv = q.shape[-1], v.shape[-1]
     if reason := head_dim_error(D, Dv):
         return reason
-    if cache.num_splits or cache.batch_invariant:
+    if call.options.num_splits or call.options.batch_invariant:
         return "cuts keys as the device is filled best, without num_splits and batch_invariant"
-    if cache.unified_max is not None:
+    if call.operands.unified_max is not None:
         return "has no unified maximum"
     tensors = {"query": q, "key_cache": k, "value_cache": v}
-    return split_cache_error(q, k, cache, spec, tensors, dtypes)
+    return split_cache_error(call, tensors, dtypes)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
-    tensors = Call.of(q, k, v, spec, cache=cache).operands
-    return split_kv_plan(DecodePlan, geometry_of(q, k, v, cache, spec)).run(q, k, v, tensors)
+    return plan_of(call).run(*call[:4])
 
 
 def prepare(call: Call) -> Run:
@@ -319,9 +312,7 @@ def prepare(call: Call) -> Run:
 
 def plan_of(call: Call) -> DecodePlan:
     """The plan of a call that reads its cache."""
-    return split_kv_plan(
-        DecodePlan, geometry_of(call.query, call.key, call.value, call.cache, call.spec)
-    )
+    return split_kv_plan(DecodePlan, geometry_of(call))
 
 
 class DecodeTemplate(SplitKvTemplate):
@@ -460,11 +451,11 @@ def append_error(call: Call) -> str | None:
 
     Dtypes and head dimensions are those that some kernel attends.
     """
-    q, cache = call.query, call.cache
+    q, cos = call.query, call.operands.rotary_cos
     if not q.numel():
         return f"appends to caches that queries attend, got a query of shape {tuple(q.shape)}"
-    if cache.rotary_cos is not None and not cache.rotary_cos.shape[1]:
-        return f"rotates at least two features, rotary_cos is {tuple(cache.rotary_cos.shape)}"
+    if cos is not None and not cos.shape[1]:
+        return f"rotates at least two features, rotary_cos is {tuple(cos.shape)}"
     new, queries = _rows(call)
     if 2 * new + queries > _MAX_ROWS:
         return f"writes at most {_MAX_ROWS} rows, got {2 * new + queries}"
@@ -499,34 +490,34 @@ def _addresses(has_new: bool, given: list[str]) -> struct.Struct:
 
 def _rows(call: Call) -> tuple[int, int]:
     """The number of new keys of all heads, and of queries to rotate."""
-    cache, (B, Hq, Sq, _) = call.cache, call.query.shape
-    new = 0 if cache.key is None else B * cache.key.shape[1] * cache.key.shape[2]
-    return new, 0 if cache.rotary_cos is None else B * Hq * Sq
+    key, (B, Hq, Sq, _) = call.operands.new_key, call.query.shape
+    new = 0 if key is None else B * key.shape[1] * key.shape[2]
+    return new, 0 if call.operands.rotary_cos is None else B * Hq * Sq
 
 
 class Appender:
     """The launch for calls of one geometry."""
 
     def __init__(self, call: Call) -> None:
-        q, k, v, cache = call.query, call.key, call.value, call.cache
-        (B, Hq, Sq, D), Dv, table = q.shape, v.shape[3], cache.page_table
-        paged, is_rotated, tokens = table is not None, cache.rotary_cos is not None, 0
+        (q, k, v), t, cos = call[:3], call.operands, call.operands.rotary_cos
+        (B, Hq, Sq, D), Dv, table = q.shape, v.shape[3], t.page_table
+        paged, is_rotated, tokens = call.is_paged, cos is not None, 0
         shape = by_head(k.shape, paged)
         pages, page, capacity = cache_sizes(shape, table.shape[1] if paged else None)
         key_strides = value_strides = (0, 0, 0)
-        if cache.key is not None:
-            tokens = cache.key.shape[2]
-            key_strides, value_strides = cache.key.stride()[:3], cache.value.stride()[:3]
-        positions, angles = cache.rotary_cos.shape if is_rotated else (0, 0)
+        if t.new_key is not None:
+            tokens = t.new_key.shape[2]
+            key_strides, value_strides = t.new_key.stride()[:3], t.new_value.stride()[:3]
+        positions, angles = cos.shape if is_rotated else (0, 0)
         new, queries = _rows(call)
         lanes_log2 = (-(-max(D, Dv) // _FEATURES) - 1).bit_length()
         sizes = _SIZES.pack(
             *q.stride()[:3], *key_strides, *value_strides, *by_head(k.stride(), paged)[:3],
             *by_head(v.stride(), paged)[:3], Hq, shape[1], Sq, tokens, D, Dv, capacity, page, pages,
-            table.stride(0) if paged else 0, scales_of(cache.k_scale, cache.v_scale, paged),
-            positions, 2 * angles, cache.rotary_interleaved, new, queries, lanes_log2,
+            table.stride(0) if paged else 0, scales_of(t.k_scale, t.v_scale, paged),
+            positions, 2 * angles, call.options.rotary_interleaved, new, queries, lanes_log2,
         )  # fmt: skip
-        given = [name for name in _OPTIONAL if getattr(call.operands, _OPTIONAL[name]) is not None]
+        given = [name for name in _OPTIONAL if getattr(t, _OPTIONAL[name]) is not None]
         self._params = Params(_addresses(new > 0, given), sizes)
         self._given = [Operands._fields.index(_OPTIONAL[name]) for name in given]
         self._device = q.device.index
@@ -534,7 +525,7 @@ class Appender:
         self.rotates = queries > 0
         self._rotated = (B, Hq, Sq, D), (Hq * Sq * D, Sq * D, D, 1), q.dtype
         self._ends = ((B,), (1,), torch.int32) if new else None
-        defines = append_defines(q.dtype, k.dtype, cache.rotary_cos.dtype if is_rotated else None)
+        defines = append_defines(q.dtype, k.dtype, cos.dtype if is_rotated else None)
         entry = Entry("append", _THREADS)
         (self._kernel,) = kernels("append", self._device, [entry], tuple(defines.items()))
 

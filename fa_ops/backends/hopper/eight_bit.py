@@ -48,15 +48,11 @@ from fa_ops.backends.hopper.runtime.launch import (
     set_zero,
 )
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import Call, Run
-from fa_ops.call.call import general_of_groups as general
+from fa_ops.call.call import Call, Run, general
 from fa_ops.call.options import (
     MAX_QUANTIZED_HEAD_DIM,
     SCALE_BLOCK,
     Operands,
-    Quantization,
-    Spec,
-    default_scale,
     dtype_name,
     rows_are_aligned,
 )
@@ -72,16 +68,17 @@ MAX_VALUE_BYTES = 1 << 32  # of the transposed values, for which each call alloc
 _PAGES = 16, 32  # keys, and multiples of 64: what copies of whole swizzle atoms bring
 
 
-def support_error(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> str | None:
+def support_error(call: Call) -> str | None:
     """Why the kernels cannot run a call with 8-bit products, or None."""
+    q, k, v = call[:3]
     D, Dv = q.shape[3], v.shape[3]
     if q.dtype not in (torch.bfloat16, torch.float16, E4M3):
         return f"quantises bfloat16 and float16, query is {dtype_name(q.dtype)}"
     if reason := head_error(D, Dv):
         return reason
-    if q.dtype == E4M3 and (reason := scale_error(k, how)):
+    if q.dtype == E4M3 and (reason := scale_error(k, call.operands.k_scale)):
         return reason
-    return limit_error(default_scale(spec, D), q.shape[2], k.shape[2])
+    return limit_error(call.scale, q.shape[2], k.shape[2])
 
 
 def head_error(D: int, Dv: int) -> str | None:
@@ -98,49 +95,41 @@ def head_error(D: int, Dv: int) -> str | None:
     return None
 
 
-def quantized_forward(
-    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def quantized_forward(call: Call) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) in q's dtype, bfloat16 for e4m3, laid out (B, Sq, Hq, Dv), and lse."""
-    q, k, v = tma_aligned(q), tma_aligned(k), tma_aligned(v)
-    lens, ranges = spec.kv_lens, spec.key_ranges
-    if lens is not None:
-        lens = lens.contiguous()
-    if ranges is not None and ranges.stride(3) != 1:
-        ranges = ranges.contiguous()
-    scales = (t if t is None else t.contiguous() for t in how[:3])
-    tensors = Operands(
-        sinks=spec.sinks, kv_lens=lens, key_ranges=ranges, **dict(zip(how._fields, scales))
-    )
-    return plan_of(q, k, v, how, spec, tensors).run(q, k, v, tensors)
+    (q, k, v), t, changes = map(tma_aligned, call[:3]), call.operands, {}
+    for name in ("kv_lens", "q_scale", "k_scale", "v_scale"):
+        if getattr(t, name) is not None:
+            changes[name] = getattr(t, name).contiguous()
+    if t.key_ranges is not None and t.key_ranges.stride(3) != 1:
+        changes["key_ranges"] = t.key_ranges.contiguous()
+    t = t._replace(**changes)
+    return plan_of(call._replace(query=q, key=k, value=v, operands=t)).run(q, k, v, t)
 
 
 def prepare(call: Call) -> Run:
     """What runs calls with the geometry of this one."""
-    q, k, v = call.query, call.key, call.value
-    if not rows_are_aligned(q, k, v):
+    if not rows_are_aligned(*call[:3]):
         return general("8-bit forward", quantized_forward).prepare(call)
-    options = call.without_tensors()
-    plan = plan_of(q, k, v, call.quantization, call.spec, call.operands)
+    options, plan = call.without_tensors(), plan_of(call)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
-            return quantized_forward(q, k, v, *options._replace(operands=tensors).arguments)
+            again = options._replace(query=q, key=k, value=v, operands=tensors)
+            return quantized_forward(again)
         return plan.run(q, k, v, tensors, with_lse)
 
     return run
 
 
-def plan_of(
-    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec, tensors: Operands
-) -> DensePlan:
+def plan_of(call: Call) -> DensePlan:
     """The plan of a call whose lengths and ranges are contiguous."""
-    t = tensors
-    spec = spec._replace(kv_lens=t.kv_lens, key_ranges=t.key_ranges)
+    t, o = call.operands, call.options
     shapes = tuple(x if x is None else x.shape for x in (t.q_scale, t.k_scale, t.v_scale))
-    return _plan(Geometry.of(q, k, v, spec, scales=shapes, quantization=how[3:]))
+    how = o.qk_dtype, o.smooth_key, o.rotate
+    return _plan(Geometry.of(call, scales=shapes, quantization=how))
 
 
 def has_head_dim(D: int) -> bool:
@@ -150,19 +139,18 @@ def has_head_dim(D: int) -> bool:
 
 def packed_error(call: Call) -> str | None:
     """Why the kernels cannot run a packed call with 8-bit products, or None."""
-    q, k, v, spec = call.query, call.key, call.value, call.spec
+    (q, k, v), page = call[:3], call.key.shape[1]
     if q.dtype != E4M3:
         return f"attends packed sequences in float8_e4m3fn, query is {dtype_name(q.dtype)}"
     if reason := head_error(q.shape[-1], v.shape[-1]):
         return reason
-    table, page = call.cache and call.cache.page_table, k.shape[1]
-    if table is not None and page not in _PAGES and page % 64:
+    if call.is_paged and page not in _PAGES and page % 64:
         return f"needs pages of 16, 32 or a multiple of 64 keys, got {page}"
     sequences = Sequences.of(_geometry_of(call))
     blocks = sequences.key_blocks * VALUE_BLOCK
     if (needed := blocks * k.shape[-2] * v.shape[-1]) > MAX_VALUE_BYTES:
         return f"transposes at most {MAX_VALUE_BYTES} bytes of values, got {needed}"
-    return limit_error(default_scale(spec, q.shape[-1]), len(q), max(sequences.keys, blocks))
+    return limit_error(call.scale, len(q), max(sequences.keys, blocks))
 
 
 def prepare_packed(call: Call) -> Run:
@@ -189,11 +177,11 @@ def _plan_of(call: Call) -> PackedPlan:
 
 def _geometry_of(call: Call) -> Geometry:
     """Of tokens and pages as they are given."""
-    table = call.cache and call.cache.page_table
+    t, table = call.operands, call.operands.page_table
     return Geometry.of(
-        call.query, call.key, call.value, call.spec, table=table_layout(table),
-        sequences=len(call.packing.cu_seqlens_q) - 1 if table is None else len(table),
-        scales=tuple(t.shape for t in call.quantization[:3]),
+        call, table=table_layout(table),
+        sequences=len(t.cu_seqlens_q) - 1 if table is None else len(table),
+        scales=(t.q_scale.shape, t.k_scale.shape, t.v_scale.shape),
     )  # fmt: skip
 
 
@@ -501,9 +489,8 @@ _E4M3_ADDRESSES = _E4M3_PARAMS.packer("v", "kv_lens")
 _E4M3_SIZES = _E4M3_PARAMS.packer("v_strides")
 
 
-def scale_error(k: Tensor, how: Quantization) -> str | None:
-    """Why the kernel cannot take these scales, or None."""
-    scale = how.k_scale
+def scale_error(k: Tensor, scale: Tensor) -> str | None:
+    """Why the kernel cannot take these scales of keys, or None."""
     if scale.dim() == 3 and scale.shape[2] != -(-k.shape[2] // SCALE_BLOCK):
         return f"has no scale for each key, but for each {SCALE_BLOCK}"
     return None

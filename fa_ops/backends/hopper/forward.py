@@ -60,13 +60,10 @@ from fa_ops.backends.hopper.runtime.launch import (
     set_zero,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
-from fa_ops.call.call import Call, Run
-from fa_ops.call.call import general_of_groups as general
+from fa_ops.call.call import Call, Run, general
 from fa_ops.call.options import (
     NO_OPERANDS,
-    Cache,
     Operands,
-    Spec,
     heads_of_tile,
     rows_are_aligned,
     scales_of,
@@ -83,63 +80,57 @@ E4M3 = torch.float8_e4m3fn
 _COUNTER = (1,), (1,), torch.int32
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq).
 
-    With a page `table`, k and v are pages (pages, Hkv, page, D).
+    With a page table, key and value are pages (pages, Hkv, page, D).
     """
-    q, k, v = tma_aligned(q), tma_aligned(k), tma_aligned(v)
-    spec = spec.with_operands(as_kernel_inputs(spec.operands))
-    bias, held = None, None
-    if bits_of(spec.attn_mask):
-        bias, held = Bias.of(spec.attn_mask, spec.mask_blocks)
-    plan = plan_of(q, k, v, spec, bias, table)
-    return plan.run(q, k, v, True, spec.operands, held, table)
+    q, k, v = map(tma_aligned, call[:3])
+    tensors, bias, held = as_kernel_inputs(call.operands), None, None
+    if bits_of(tensors.attn_mask):
+        bias, held = Bias.of(tensors.attn_mask, tensors.mask_blocks)
+    plan = plan_of(Call(q, k, v, tensors, call.options), bias)
+    return plan.run(q, k, v, True, tensors, held, tensors.page_table)
 
 
 def prepare(call: Call) -> Run:
     """A function that runs dense calls with the geometry of this one."""
-    run = prepare_attention(call.query, call.key, call.value, call.spec)
-    return run or general("forward", forward).prepare(call)
+    return prepare_attention(call) or general("forward", forward).prepare(call)
 
 
-def prepare_attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = None
-) -> Run | None:
-    """run(q, k, v, tensors, with_lse, table) for calls with this geometry.
+def prepare_attention(call: Call) -> Run | None:
+    """run(q, k, v, tensors, with_lse) for calls with this geometry, whose pages, if any, have heads
+    before tokens.
 
     None where `forward` must copy a tensor or a float mask in every call.
     """
-    mask, bias = spec.attn_mask, None
-    if not rows_are_aligned(q, k, v):
+    mask, bias = call.operands.attn_mask, None
+    if not rows_are_aligned(*call[:3]):
         return None
     if mask is not None and mask.dtype != torch.bool:
-        bias, held = Bias.of(mask, spec.mask_blocks)
+        bias, held = Bias.of(mask, call.operands.mask_blocks)
         if held.data_ptr() != mask.data_ptr():
             return None
-    options, is_converted, tensors = spec, False, spec.operands
-    if tensors is not NO_OPERANDS:
-        inputs = as_kernel_inputs(tensors)
-        is_converted = inputs is not tensors
-        spec, options = spec.with_operands(inputs), spec.with_operands(NO_OPERANDS)
-    plan = plan_of(q, k, v, spec, bias, table)
+    options, is_converted = call.without_tensors(), False
+    if call.operands is not NO_OPERANDS:
+        inputs = as_kernel_inputs(call.operands)
+        is_converted = inputs is not call.operands
+        call = call._replace(operands=inputs)
+    plan = plan_of(call, bias)
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True,
-        table: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
-            return forward(q, k, v, options.with_operands(tensors), table=table)
+            return forward(options._replace(query=q, key=k, value=v, operands=tensors))
         if tensors is NO_OPERANDS:
-            return plan.run(q, k, v, with_lse, table=table)
+            return plan.run(q, k, v, with_lse)
         held = None if bias is None else tensors.attn_mask
         if held is not None and held.data_ptr() & MISALIGNED:
-            return forward(q, k, v, options.with_operands(tensors), table=table)
+            return forward(options._replace(query=q, key=k, value=v, operands=tensors))
         if is_converted:
             tensors = as_kernel_inputs(tensors)
-        return plan.run(q, k, v, with_lse, tensors, held, table)
+        return plan.run(q, k, v, with_lse, tensors, held, tensors.page_table)
 
     return run
 
@@ -159,20 +150,18 @@ def as_kernel_inputs(tensors: Operands) -> Operands:
     return tensors._replace(**changed) if changed else tensors
 
 
-def plan_of(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, bias: Bias | None = None,
-    table: Tensor | None = None, sequences: int | None = None,
-) -> ForwardPlan:  # fmt: skip
-    """The plan of a call whose optional tensors are those of `as_kernel_inputs`.
+def plan_of(call: Call, bias: Bias | None = None, sequences: int | None = None) -> ForwardPlan:
+    """The plan of a call whose operands are those of `as_kernel_inputs`, with heads before tokens.
 
     A packed batch of `sequences` is one long sequence, with key ranges or a row of the table each.
     """
-    mask, lists = spec.attn_mask, None if spec.mask_blocks is None else skipped_lists(spec)
+    t = call.operands
     return _plan(
         Geometry.of(
-            q, k, v, spec, bias=bias, lists=lists, sequences=sequences,
-            mask=None if mask is None or bias is not None else MaskLayout.of(mask),
-            table=table if table is None else decode.table_layout(table),
+            call, bias=bias, lists=None if t.mask_blocks is None else skipped_lists(t),
+            sequences=sequences,
+            mask=None if t.attn_mask is None or bias is not None else MaskLayout.of(t.attn_mask),
+            table=None if t.page_table is None else decode.table_layout(t.page_table),
         )
     )  # fmt: skip
 
@@ -499,41 +488,40 @@ def _ways(
 # a part of the keys (`tiling`). e4m3 caches are converted first.
 
 
-def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+def cache_error(call: Call) -> str | None:
     """Why the kernel cannot attend such a cache, or None."""
-    if spec.key_ranges is not None:
+    if call.operands.key_ranges is not None:
         return f"has no key_ranges for more than {decode.MAX_ROWS} queries of a kv head"
-    D, Dv = q.shape[3], v.shape[3]
+    D, Dv = call.query.shape[-1], call.value.shape[-1]
     if padded(Dv) > padded(D):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
-    if cache.page_table is not None and (reason := page_error(k.shape[1])):
+    if call.is_paged and (reason := page_error(call.key.shape[1])):
         return reason
-    is_e4m3 = k.dtype == E4M3
-    reason = decode.memory_error(q, k, v, cache, spec, (E4M3,) if is_e4m3 else ())
-    return conversion.error(q, k, v, cache) if is_e4m3 and reason is None else reason
+    is_e4m3 = call.key.dtype == E4M3
+    reason = decode.memory_error(call, (E4M3,) if is_e4m3 else ())
+    return conversion.error(call) if is_e4m3 and reason is None else reason
 
 
-def cached_forward(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def cached_forward(call: Call) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
-    table = cache.page_table
+    k, v, tensors = call.key, call.value, call.operands
     if k.dtype == E4M3:
         k, v = map(tma_aligned, (k, v))
-        tensors = Call.of(q, k, v, spec, cache=cache).operands
-        k, v, table = converter(q, k, v, cache).run(k, v, tensors)
-    return forward(q, *_by_head(k, v, table), spec, table=table)
+        k, v, table = converter(call._replace(key=k, value=v)).run(k, v, tensors)
+        tensors = tensors._replace(page_table=table)
+    k, v = _by_head(k, v, tensors.page_table)
+    return forward(call._replace(key=k, value=v, operands=tensors))
 
 
 def prepare_cached(call: Call) -> Run:
     """A function that runs cached calls with the geometry of this one."""
-    k, v, table = call.key, call.value, call.cache.page_table
-    own = None
+    k, v, tensors, own = call.key, call.value, call.operands, None
     if k.dtype == E4M3:
-        own = converter(call.query, k, v, call.cache)
+        own = converter(call)
         k, v, table = own.empty()
-    k, v = _by_head(k, v, table)
-    attend = prepare_attention(call.query, k, v, call.spec, table)
+        tensors = tensors._replace(page_table=table)
+    k, v = _by_head(k, v, tensors.page_table)
+    attend = prepare_attention(call._replace(key=k, value=v, operands=tensors))
     if attend is None:
         return general("prefill", cached_forward).prepare(call)
     options = call.without_tensors()
@@ -541,13 +529,13 @@ def prepare_cached(call: Call) -> Run:
     def run(
         q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        t, table = tensors, tensors.page_table
         if own is not None:
             if (k.data_ptr() | v.data_ptr()) & MISALIGNED:
-                return cached_forward(q, k, v, *options._replace(operands=tensors).arguments)
+                again = options._replace(query=q, key=k, value=v, operands=tensors)
+                return cached_forward(again)
             k, v, table = own.run(k, v, tensors)
-        small = Operands(None, t.alibi_slopes, t.sinks, t.kv_lens)
-        return attend(q, *_by_head(k, v, table), small, with_lse, table)
+            tensors = tensors._replace(page_table=table)
+        return attend(q, *_by_head(k, v, tensors.page_table), tensors, with_lse)
 
     return run
 
@@ -565,12 +553,12 @@ def paged_error(call: Call) -> str | None:
     query, keys = call.query.dtype, call.key.dtype
     if keys != query:
         return f"attends packed queries over pages of their own dtype, got {query} and {keys}"
-    return cache_error(one_batch(call.query), call.key, call.value, call.cache, call.spec)
+    return cache_error(call._replace(query=one_batch(call.query)))
 
 
 def prepare_paged(call: Call) -> Run:
     """A function that runs calls with the geometry of this one."""
-    options, sequences = call.without_tensors(), call.cache.page_table.shape[0]
+    options, sequences = call.without_tensors(), call.operands.page_table.shape[0]
     plan = _paged_plan(call, sequences)
 
     def run(
@@ -581,8 +569,7 @@ def prepare_paged(call: Call) -> Run:
             q, k, v = map(tma_aligned, (q, k, v))
             again = options._replace(query=q, key=k, value=v, operands=t)
             used = _paged_plan(again, sequences)
-        small = Operands(None, t.alibi_slopes, t.sinks, t.kv_lens)
-        small = as_kernel_inputs(small)
+        small = as_kernel_inputs(t)
         cu_seqlens = t.cu_seqlens_q.data_ptr(), 0
         return used.run(q, k, v, with_lse, small, None, t.page_table, cu_seqlens)
 
@@ -590,10 +577,9 @@ def prepare_paged(call: Call) -> Run:
 
 
 def _paged_plan(call: Call, sequences: int) -> ForwardPlan:
-    spec = call.spec.with_operands(as_kernel_inputs(call.spec.operands))
-    pages = call.key.transpose(1, 2), call.value.transpose(1, 2)
+    query, key, value = one_batch(call.query), call.key.transpose(1, 2), call.value.transpose(1, 2)
     return plan_of(
-        one_batch(call.query), *pages, spec, table=call.cache.page_table, sequences=sequences
+        Call(query, key, value, as_kernel_inputs(call.operands), call.options), sequences=sequences
     )
 
 
@@ -610,12 +596,12 @@ _TOKENS, _CONVERTING_THREADS = 16, 256  # of a CTA, as in cuda/dequantize.cu
 _MAX_GRID_ROWS = 65535  # limit of the grid's second dimension; a CTA loops over further rows
 
 
-def converter(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Converter:
+def converter(call: Call) -> Converter:
     """A function that converts caches with this geometry to the dtype of the query."""
+    (q, k, v), t = call[:3], call.operands
     return _converter(
         q.dtype, q.device.index, q.shape[0], (k.shape, v.shape), (k.stride(), v.stride()),
-        decode.table_layout(cache.page_table),
-        scales_of(cache.k_scale, cache.v_scale, cache.page_table is not None),
+        decode.table_layout(t.page_table), scales_of(t.k_scale, t.v_scale, call.is_paged),
     )  # fmt: skip
 
 

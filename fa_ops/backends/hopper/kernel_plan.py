@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.runtime.launch import Kernel, kernel
-from fa_ops.call.options import ALIGNMENT, MAX_LENGTH, Spec, rows_are_aligned
+from fa_ops.call.call import Call
+from fa_ops.call.options import ALIGNMENT, MAX_LENGTH, rows_are_aligned
 
 if TYPE_CHECKING:
     from fa_ops.backends.hopper.masks import Bias, BlockLists, MaskLayout
@@ -59,14 +60,15 @@ class Geometry(NamedTuple):
     quantization: tuple = ()  # of 16-bit tensors: dtype, whether keys lose their mean, rotation
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **fields) -> Geometry:
+    def of(cls, call: Call, **fields) -> Geometry:
         """The geometry of a call, whose other `fields` are given."""
-        slopes, ranges = spec.alibi_slopes, spec.key_ranges
+        (q, k, v), t, o = call[:3], call.operands, call.options
+        slopes, ranges = t.alibi_slopes, t.key_ranges
         return cls(
             q.dtype, q.device.index, (q.shape, k.shape, v.shape),
-            (q.stride(), k.stride(), v.stride()), spec.is_causal, spec.scale, spec.window_left,
-            spec.window_right, spec.softcap, spec.dropout_p, spec.kv_lens is not None,
-            spec.sinks is not None, None if slopes is None else shared_strides(slopes),
+            (q.stride(), k.stride(), v.stride()), o.is_causal, o.scale, o.window_left,
+            o.window_right, o.softcap, o.dropout_p, t.kv_lens is not None, t.sinks is not None,
+            None if slopes is None else shared_strides(slopes),
             None if ranges is None else (*ranges.shape[:2], *shared_strides(ranges)), **fields,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from fa_ops.backends.hopper.runtime.launch import (
     kernel,
 )
 from fa_ops.backends.hopper.runtime.structs import ParamsLayout, kernel_layout, struct_layout
-from fa_ops.call.options import ALIGNMENT, Operands, Spec, mask_tiles, rows_are_aligned
+from fa_ops.call.options import ALIGNMENT, Operands, mask_tiles, rows_are_aligned
 
 _WIDEST_BLOCK = 128  # columns that a kernel reads at once; blocks start at multiples of their width
 _QUERIES = 64  # queries of a block in the backward pass; one block serves all if they share a mask
@@ -193,11 +193,11 @@ class BlockLists(NamedTuple):
         return cls(4 * b * (B > 1), 4 * h * (H > 1), *mask_tiles(mask)[2:])
 
 
-def skipped_lists(spec: Spec) -> BlockLists | None:
+def skipped_lists(tensors: Operands) -> BlockLists | None:
     """The lists by which the kernels of a call skip tiles, or None without `mask_blocks`."""
-    if spec.mask_blocks is None:
+    if tensors.mask_blocks is None:
         return None
-    return BlockLists.of(spec.attn_mask, spec.mask_blocks)
+    return BlockLists.of(tensors.attn_mask, tensors.mask_blocks)
 
 
 # Dropout: a word for each query of each head, written or copied before the kernels that drop.

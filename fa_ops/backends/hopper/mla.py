@@ -26,7 +26,7 @@ from fa_ops.backends.hopper.kernel_plan import UNBOUNDED, Geometry, ScoreUnits
 from fa_ops.backends.hopper.runtime.launch import TensorMap, address
 from fa_ops.backends.hopper.runtime.structs import struct_layout
 from fa_ops.call.call import Call, Run
-from fa_ops.call.options import Cache, Operands, Spec, values_in_keys
+from fa_ops.call.options import Operands, values_in_keys
 
 HEAD_DIM, VALUE_DIM = MlaConfig.head_dim, MlaConfig.value_dim
 _LAYOUT = struct_layout("mla.cu", "MlaParams")
@@ -35,29 +35,29 @@ _SCALARS, _STRIDES = _LAYOUT.packer("B", "scale_log2"), _LAYOUT.packer("q_stride
 _PARAMS = _LAYOUT.packer(packed=("B:scale_log2", "q_strides:k_strides"))
 
 
-def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+def cache_error(call: Call) -> str | None:
     """Why the kernel cannot attend such a cache, or None."""
-    heads = k.shape[1] if cache.page_table is None else k.shape[2]
+    (q, k, v), t, o = call[:3], call.operands, call.options
+    heads = k.shape[2 if call.is_paged else 1]
     if heads != 1 or not values_in_keys(k, v):
         return (
             f"has head dims {HEAD_DIM} and {VALUE_DIM} only where one head's keys hold its values"
         )
-    if cache.num_splits or cache.batch_invariant or cache.unified_max is not None:
+    if o.num_splits or o.batch_invariant or t.unified_max is not None:
         return "has no num_splits, batch_invariant and unified_max for latent caches"
-    if spec.window_left >= 0 or spec.window_right >= 0 or spec.softcap > 0:
+    if o.window_left >= 0 or o.window_right >= 0 or o.softcap > 0:
         return "has no window and no softcap for latent caches"
-    if not (spec.attn_mask is spec.alibi_slopes is spec.sinks is spec.key_ranges is None):
+    if not (t.attn_mask is t.alibi_slopes is t.sinks is t.key_ranges is None):
         return "has no mask, ALiBi, sinks or key_ranges for latent caches"
-    if spec.dropout_p > 0:
-        return f"has no dropout for latent caches, got {spec.dropout_p}"
-    reason = split_kv_error(q, k, cache, spec, {"query": q, "key_cache": k})
-    return reason or gathering_error(cache, {"key_cache": k})
+    if o.dropout_p > 0:
+        return f"has no dropout for latent caches, got {o.dropout_p}"
+    reason = split_kv_error(call, {"query": q, "key_cache": k})
+    return reason or gathering_error(call, {"key_cache": k})
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, 512) laid out (B, Sq, Hq, 512), and lse (B, Hq, Sq)."""
-    tensors = Call.of(q, k, v, spec, cache=cache).operands
-    return split_kv_plan(MlaPlan, geometry_of(q, k, v, cache, spec)).run(q, k, v, tensors)
+    return plan_of(call).run(*call[:4])
 
 
 def prepare(call: Call) -> Run:
@@ -67,9 +67,7 @@ def prepare(call: Call) -> Run:
 
 def plan_of(call: Call) -> MlaPlan:
     """The plan of a call that reads its cache."""
-    return split_kv_plan(
-        MlaPlan, geometry_of(call.query, call.key, call.value, call.cache, call.spec)
-    )
+    return split_kv_plan(MlaPlan, geometry_of(call))
 
 
 class MlaTemplate(SplitKvTemplate):

@@ -21,18 +21,17 @@ from fa_ops.backends.hopper.runtime.launch import (
     kernel,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout
-from fa_ops.call.call import Call, Run, Saved
-from fa_ops.call.call import general_of_groups as general
-from fa_ops.call.options import Gradients, Operands, Packing, Spec, rows_are_aligned
+from fa_ops.call.call import Call, Run, general
+from fa_ops.call.options import Gradients, Operands, rows_are_aligned
 
 _THREADS = 256
 _PARAMS = kernel_layout("packed_ranges.cu", "packed_ranges")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out (Tq, Hq, Dv) and lse (Hq, Tq) of packed sequences."""
-    call = Call.of(*map(tma_aligned, (q, k, v)), spec, packing)
-    return _prepare_forward(call)(call.query, call.key, call.value, call.operands)
+    q, k, v = map(tma_aligned, call[:3])
+    return _prepare_forward(call._replace(query=q, key=k, value=v))(q, k, v, call.operands)
 
 
 def prepare(call: Call) -> Run:
@@ -44,18 +43,15 @@ def prepare(call: Call) -> Run:
 
 def _prepare_forward(call: Call) -> Run:
     """The same for tensors that TMA can read."""
-    q, k, v = call.query, call.key, call.value
     ranges, options = SequenceRanges(call), call.without_tensors()
-    device, has_sinks = q.device.index, call.spec.sinks is not None
-    plan = dense_forward.plan_of(
-        *map(one_batch, (q, k, v)), ranges.spec, sequences=ranges.sequences
-    )
+    device, has_sinks = call.query.device.index, call.operands.sinks is not None
+    plan = dense_forward.plan_of(dense_call(call), sequences=ranges.sequences)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, tensors: Operands, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
-            return forward(q, k, v, *options._replace(operands=tensors).arguments)
+            return forward(options._replace(query=q, key=k, value=v, operands=tensors))
         if current_device() != device:
             with torch.cuda.device(device):
                 return run(q, k, v, tensors, with_lse)
@@ -73,17 +69,16 @@ def _prepare_forward(call: Call) -> Run:
 class SequenceRanges(PreparedLaunch):
     """Writes the sequences' bounds, causality and window as key ranges (1, 1, Tq, 2).
 
-    With ALiBi positions follow, those of queries and, for a backward pass, of keys. `spec` are the
-    options of the dense call with such ranges.
+    With ALiBi positions follow, those of queries and, for a backward pass, of keys.
     """
 
     def __init__(self, call: Call) -> None:
-        q, spec = call.query, call.spec
+        q, t, o = call.query, call.operands, call.options
         tokens, keys, device = len(q), len(call.key), q.device.index
-        self.sequences = len(call.packing.cu_seqlens_q) - 1
-        slopes = spec.alibi_slopes if self.sequences else None
-        positions = 0 if slopes is None else tokens + (keys if call.saved else 0)
-        left, right, _ = window_sides(spec.is_causal, spec.window_left, spec.window_right)
+        self.sequences = len(t.cu_seqlens_q) - 1
+        has_slopes = t.alibi_slopes is not None and self.sequences
+        positions = tokens + (keys if call.saved else 0) if has_slopes else 0
+        left, right, _ = window_sides(o.is_causal, o.window_left, o.window_right)
         sizes = self.sequences, tokens, keys, left, right, positions
         super().__init__(
             kernel("packed", "packed_ranges", device, _THREADS),
@@ -91,10 +86,6 @@ class SequenceRanges(PreparedLaunch):
             Params.of(_PARAMS, "sequences", sizes),
             ((1, 1, tokens + positions, 2), (0, 0, 2, 1), torch.int32),
         )
-        self.spec = spec._replace(
-            is_causal=False, window_left=-1, window_right=-1, kv_lens=None, alibi_slopes=slopes,
-            key_ranges=torch.empty(1, 1, tokens, 2, dtype=torch.int32, device="meta"),
-        )  # fmt: skip
 
     def write(self, tensors: Operands, stream: int) -> tuple[Operands, tuple[int, int]]:
         """Launch: the optional tensors of the dense call, and the addresses of both cu_seqlens."""
@@ -102,6 +93,20 @@ class SequenceRanges(PreparedLaunch):
         ends = t.cu_seqlens_q.data_ptr(), t.cu_seqlens_k.data_ptr()
         ranges = self.run(stream, *ends, 0 if lens is None else lens.data_ptr())
         return Operands(None, t.alibi_slopes, t.sinks, None, ranges, t.dropout_seed), ends
+
+
+def dense_call(call: Call) -> Call:
+    """The call over one sequence of all tokens with a key range for each, which has no memory."""
+    t, tokens = call.operands, len(call.query)
+    ranges = torch.empty(1, 1, tokens, 2, dtype=torch.int32, device="meta")
+    slopes = t.alibi_slopes if len(t.cu_seqlens_q) > 1 else None
+    operands = Operands(None, slopes, t.sinks, None, ranges, t.dropout_seed)
+    options = call.options._replace(is_causal=False, window_left=-1, window_right=-1)
+    saved = call.saved
+    if saved is not None:
+        grad_out, out = one_batch(saved.grad_out), one_batch(saved.out)
+        saved = saved._replace(grad_out=grad_out, out=out)
+    return Call(*map(one_batch, call[:3]), operands, options, saved)
 
 
 def outside_sequences(tokens: int, ends: Tensor) -> Tensor:
@@ -113,14 +118,12 @@ def outside_sequences(tokens: int, ends: Tensor) -> Tensor:
 # The backward pass of packed sequences, by the dense kernels as in `packed`.
 
 
-def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, packing: Packing, spec: Spec,
-) -> Gradients:  # fmt: skip
+def backward(call: Call) -> Gradients:
     """All gradients of a packed call."""
-    like = q, k, v
-    q, k, v, grad_out, out = map(tma_aligned, (q, k, v, grad_out, out))
-    call = Call.of(q, k, v, spec, packing, saved=Saved(grad_out, grad_lse, out, lse))
+    like, (grad_out, grad_lse, out, lse, _) = call[:3], call.saved
+    q, k, v, grad_out, out = map(tma_aligned, (*like, grad_out, out))
+    saved = call.saved._replace(grad_out=grad_out, out=out)
+    call = call._replace(query=q, key=k, value=v, saved=saved)
     run = _prepare_aligned(call, tuple(map(dense_backward.written_strides, like)))
     grads = run(grad_out, grad_lse, q, k, v, out, lse, call.operands)
     return Gradients(*dense_backward.laid_out_like(like, grads[:3]), *grads[3:])
@@ -135,24 +138,18 @@ def prepare_backward(call: Call) -> Run:
 
 def _prepare_aligned(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> Run:
     """The same for tensors that TMA can read, with these strides of the gradients."""
-    q, k, v, saved = call.query, call.key, call.value, call.saved
-    ranges, options = SequenceRanges(call), call.without_tensors()
-    device, has_sinks = q.device.index, call.spec.sinks is not None
-    plan = dense_backward.plan_of(
-        tuple(map(one_batch, (q, k, v, saved.grad_out, saved.out))),
-        tuple(
-            (len(t[0]) * heads, heads, tokens, last)
-            for t, (tokens, heads, last) in zip((q, k, v), grad_strides)
-        ),
-        ranges.spec,
-        sequences=ranges.sequences,
-    )
+    ranges, in_general = SequenceRanges(call), general("backward", backward).prepare(call)
+    device, has_sinks = call.query.device.index, call.operands.sinks is not None
+    strides = [
+        (t.shape[1] * heads, heads, tokens, last)
+        for t, (tokens, heads, last) in zip(call[:3], grad_strides)
+    ]
+    plan = dense_backward.plan_of(dense_call(call), tuple(strides), sequences=ranges.sequences)
 
     def run(grad_out, grad_lse, q, k, v, out, lse, tensors: Operands) -> Gradients | tuple:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
         if (addresses | out.data_ptr()) & MISALIGNED:
-            call = options._replace(operands=tensors)
-            return backward(grad_out, grad_lse, q, k, v, out, lse, *call.arguments)
+            return in_general(grad_out, grad_lse, q, k, v, out, lse, tensors)
         if current_device() != device:
             with torch.cuda.device(device):
                 return run(grad_out, grad_lse, q, k, v, out, lse, tensors)

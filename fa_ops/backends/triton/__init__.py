@@ -1,8 +1,8 @@
 """The portable GPU backend: Triton kernels for NVIDIA GPUs of compute capability 8.0 and newer.
 
-`primitives` is what the kernels share, `arguments` turns a Spec into kernel arguments, `launch`
-compiles a kernel once per key and runs it without Triton's per-call lookup, and `configs` holds the
-tiles. With TRITON_INTERPRET=1 in the environment the same kernels run on CPU tensors.
+`primitives` is what the kernels share, `arguments` turns a call's options into kernel arguments,
+`launch` compiles a kernel once per key and runs it without Triton's per-call lookup, and `configs`
+holds the tiles. With TRITON_INTERPRET=1 in the environment the same kernels run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture, interpreter_error
 from fa_ops.backends.triton.masks import mask_blocks  # noqa: F401 - for fa::mask_blocks
 from fa_ops.backends.triton.merge import merge_into, merge_states  # noqa: F401 - for fa::merge_states
-from fa_ops.call.call import Call, Plan, decoding
-from fa_ops.call.call import general_of_groups as general
-from fa_ops.call.options import (
-    MAX_DECODING_QUERIES,
-    MAX_HEAD_DIM,
-    MAX_QUANTIZED_HEAD_DIM,
-    Spec,
-    dtype_name,
+from fa_ops.call.call import (
+    Call,
+    Plan,
+    attention_call,
+    decoding,
+    general,
     has_short_gradients,
     has_short_rows,
     is_decoding,
     queries_of_kv_head,
+)
+from fa_ops.call.options import (
+    MAX_DECODING_QUERIES,
+    MAX_HEAD_DIM,
+    MAX_QUANTIZED_HEAD_DIM,
+    dtype_name,
 )
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -48,26 +52,23 @@ def available_error() -> str | None:
 
 def supports(call: Call) -> str | None:
     """Why this backend cannot run the call, and what can."""
-    q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.is_paged and call.is_packed:
         return "attends packed queries over pages as rows of a cache"
     if call.is_cached:
-        return cache_error(q, k, v, call.cache, spec)
+        return cache_error(call)
     if call.is_quantized:
-        return _quantized_error(q, k, v, spec)
-    return interpreter_error(q) or support_error(q, k, v, spec) or _backward_error(call)
+        return _quantized_error(call)
+    return interpreter_error(call.query) or support_error(call) or _backward_error(call)
 
 
 def plan(call: Call) -> Plan:
     """The plan of a call on this backend."""
     if call.is_quantized:
         return general("8-bit forward", quantized_forward)
-    q, k, v, saved = call.query, call.key, call.value, call.saved
-    if saved is not None:
+    if call.is_backward:
         if call.is_packed:
             return general("backward", varlen_backward)
-        is_short = has_short_gradients(q, k, v, call.spec, saved.mask_grad)
-        if is_short and _holds_short_rows(call):
+        if has_short_gradients(call) and _holds_short_rows(call):
             return Plan("backward of short rows", short_rows.prepare_backward)
         return general("backward", backward)
     if call.is_packed:
@@ -76,18 +77,18 @@ def plan(call: Call) -> Plan:
         if attends_whole_rows(call):
             return general("append and forward" if call.writes_cache else "forward", cache_forward)
         return Plan("split-KV decoding", prepare_cached)
-    if is_decoding(q.shape[2], call.num_keys, call.spec):
+    if is_decoding(call):
         return decoding(Plan("split-KV decoding", prepare_cached))
-    if has_short_rows(q, k, v, call.spec) and _holds_short_rows(call):
+    if has_short_rows(call) and _holds_short_rows(call):
         return Plan("forward of short rows", short_rows.prepare)
     return general("forward", forward)
 
 
 def append_error(call: Call) -> str | None:
     """Why this backend cannot write the new keys of a call for another one, or None."""
-    if queries_of_kv_head(call.query, call.key, call.cache) <= MAX_DECODING_QUERIES:
+    if queries_of_kv_head(call) <= MAX_DECODING_QUERIES:
         return "appends and attends in one call where there are few queries"
-    return cache_error(call.query, call.key, call.value, call.cache, call.spec)
+    return cache_error(call)
 
 
 def append_plan(call: Call) -> Plan:
@@ -98,7 +99,7 @@ def append_plan(call: Call) -> Plan:
 def merge_error(outs: Tensor) -> str | None:
     """Why this backend cannot merge states, or None."""
     rows = outs.reshape(-1, 1, outs.shape[-1])
-    return support_error(rows, rows, rows, Spec())
+    return support_error(attention_call(rows, rows, rows))
 
 
 def mask_blocks_error(mask: Tensor) -> str | None:
@@ -112,11 +113,11 @@ def _holds_short_rows(call: Call) -> bool:
     return holds_short_rows(architecture(q.device), tokens, widest, call.saved is not None)
 
 
-def _quantized_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+def _quantized_error(call: Call) -> str | None:
     """Why this backend cannot run a call with 8-bit products."""
     dtypes = (*_DTYPES, torch.float8_e4m3fn)
-    reason = architecture_error(q)
-    return reason or support_error(q, k, v, spec, dtypes, MAX_QUANTIZED_HEAD_DIM)
+    reason = architecture_error(call.query)
+    return reason or support_error(call, dtypes, MAX_QUANTIZED_HEAD_DIM)
 
 
 def _backward_error(call: Call) -> str | None:
@@ -134,10 +135,10 @@ def _backward_error(call: Call) -> str | None:
 
 
 def support_error(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtypes: tuple[torch.dtype, ...] = _DTYPES,
-    max_head_dim: int = MAX_HEAD_DIM,
-) -> str | None:  # fmt: skip
-    """Why this backend cannot run this call, and what can."""
+    call: Call, dtypes: tuple[torch.dtype, ...] = _DTYPES, max_head_dim: int = MAX_HEAD_DIM
+) -> str | None:
+    """Why this backend cannot run a dense or packed call, and what can."""
+    q, k, v = call[:3]
     if reason := _device_error(q.device):
         return reason
     if q.dtype not in dtypes:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fa_ops.backends.triton.arguments import padded
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
-from fa_ops.call.options import Cache, scales_of
+from fa_ops.call.call import Call
+from fa_ops.call.options import Operands, scales_of
 
 _launches: dict[tuple, Launch] = {}
 
@@ -128,11 +129,9 @@ def rotated(
     return x * c + tl.where(first, -y, y) * s
 
 
-def prepare_cache(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int
-) -> Tensor:
+def prepare_cache(call: Call) -> Tensor:
     """Write the new keys and values into the cache; returns the queries, rotated if requested."""
-    return bind_cache(q, k, v, cache, kv_lens, capacity)(q, k, v, kv_lens, *cache[:7])[0]
+    return bind_cache(call)(*call[:4])[0]
 
 
 def _by_head(strides: tuple[int, ...], paged: bool) -> tuple[int, ...]:
@@ -141,20 +140,18 @@ def _by_head(strides: tuple[int, ...], paged: bool) -> tuple[int, ...]:
     return (first, third, second) if paged else (first, second, third)
 
 
-def bind_cache(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int,
-    counts: bool = False,
-) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
+def bind_cache(call: Call, counts: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
     """The part of `prepare_cache` that does not depend on the tensors' contents and addresses.
 
     What it returns also returns kv_lens, which include the new keys if it `counts` them.
     """
+    (q, k, v), t, capacity = call[:3], call.operands, call.num_keys
     B, Hq, Sq, D = q.shape
-    paged, device = cache.page_table is not None, q.get_device()
+    paged, device = call.is_paged, q.get_device()
     Hkv, Dv = k.shape[2 if paged else 1], v.shape[3]
-    key, value = (q, q) if cache.key is None else (cache.key, cache.value)
-    tokens = 0 if cache.key is None else key.shape[2]
-    positions, half = (0, 0) if cache.rotary_cos is None else cache.rotary_cos.shape
+    key, value = (q, q) if t.new_key is None else (t.new_key, t.new_value)
+    tokens = 0 if t.new_key is None else key.shape[2]
+    positions, half = (0, 0) if t.rotary_cos is None else t.rotary_cos.shape
     R = 2 * half
     writers, turners = B * Hkv * tokens, B * Hq * Sq if R else 0
     strides = _by_head(k.stride(), paged) + _by_head(v.stride(), paged)
@@ -162,23 +159,28 @@ def bind_cache(
         *q.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides,
         Hq, Hkv, Sq, tokens, writers, capacity,
     )  # fmt: skip
-    table_stride, pages = cache.page_table.stride(0) if paged else 0, k.shape[0]
+    table_stride, pages = t.page_table.stride(0) if paged else 0, k.shape[0]
     rotated_layout = (B, Hq, Sq, D), (Hq * Sq * D, Sq * D, D, 1), q.dtype, device
     shape_of_ends, counts = ((B,), (1,), torch.int32, device), counts and tokens > 0
     early = architecture(q.device) >= 90 and not INTERPRETED  # programmatic dependent launch
     constants = {
         "D": D, "Dv": Dv, "BLOCK": padded(max(D, Dv)), "R": R,
-        "INTERLEAVED": cache.rotary_interleaved, "PAGE": k.shape[1] if paged else 0,
-        "SCALES": scales_of(cache.k_scale, cache.v_scale, paged), "PDL": early,
+        "INTERLEAVED": call.options.rotary_interleaved, "PAGE": k.shape[1] if paged else 0,
+        "SCALES": scales_of(t.k_scale, t.v_scale, paged), "PDL": early,
     }  # fmt: skip
-    scaled = (cache.k_scale is not None, cache.v_scale is not None)
-    angles = cache.rotary_cos.dtype if R else None
+    scaled = (t.k_scale is not None, t.v_scale is not None)
+    angles = t.rotary_cos.dtype if R else None
     key_of_launch = (*constants.values(), *scaled, counts, device, q.dtype, k.dtype, angles)
 
-    def write(q, k, v, *small, at=address):
+    def write(q, k, v, tensors: Operands, at=address):
+        t = tensors
         rotated = empty(*rotated_layout) if R else q
         ends = empty(*shape_of_ends) if counts else None
-        lens = small[0] if ends is None else ends
+        lens = t.kv_lens if ends is None else ends
+        small = (
+            t.kv_lens, t.page_table, t.new_key, t.new_value, t.k_scale, t.v_scale, t.rotary_cos,
+            t.rotary_sin,
+        )  # fmt: skip
         kv_lens, table, key, value, k_scale, v_scale, cos, sin = [
             None if t is None else at(t) for t in small
         ]
@@ -197,7 +199,7 @@ def bind_cache(
 
     launch = _launches.get(key_of_launch)
     if launch is None:
-        samples = write(q, k, v, kv_lens, *cache[:7], at=lambda t: t)
+        samples = write(*call[:4], at=lambda t: t)
         options = {"num_warps": 1} | ({"launch_pdl": True} if early else {})
         launch = _launches[key_of_launch] = bind(
             append_kernel, samples, constants, options, device=q.device

@@ -1,4 +1,4 @@
-"""Converts a Spec to arguments of the forward and backward kernels and to a compilation class."""
+"""Arguments of the forward and backward kernels, and their compilation class, of a call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
-from fa_ops.call.options import ALIGNMENT, MAX_LENGTH, Spec, mask_tiles
+from fa_ops.call.call import Call
+from fa_ops.call.options import ALIGNMENT, MAX_LENGTH, mask_tiles
 
 LOG2E = 1.4426950408889634
 _MAX_WINDOW = 2 * MAX_LENGTH  # longer than every sequence, and small enough to add to a position
@@ -28,7 +29,7 @@ NAMES = (
 
 
 class Class(NamedTuple):
-    """The properties of a spec that kernels are compiled for; part of every kernel's key."""
+    """The properties of a call that kernels are compiled for; part of every kernel's key."""
 
     fold: bool = True  # scores are products times a positive scale
     extreme: bool = False  # a scale or softcap that `primitives.scores` has to handle exactly
@@ -65,11 +66,11 @@ _CAUSAL = (*_FULL[:-1], 0)
 _CLASSES = (Class(), Class(right=True))
 
 
-def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tuple, Class]:
-    """(values of NAMES, class) of a spec. Sq and Sk matter only with a mask or a range."""
-    (mask, p, causal, scale, left, right, softcap, slopes, sinks, kv_lens, ranges, seed, *_) = spec
-    if scale is None:
-        scale = D**-0.5
+def arguments(call: Call, B: int, Hq: int, Sq: int, Sk: int) -> tuple[tuple, Class]:
+    """(values of NAMES, class) of a call. Sq and Sk matter only with a mask or a range."""
+    mask, slopes, sinks, kv_lens, ranges, seed, mask_blocks, *_ = call.operands
+    causal, p, _, left, right, softcap, *_ = call.options
+    scale = call.scale
     left = None if left < 0 else min(left, _MAX_WINDOW)
     right = 0 if causal else None if right < 0 else min(right, _MAX_WINDOW)
     if (
@@ -87,7 +88,7 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
     factor = scale / softcap if capped else scale * LOG2E
     values = (_single(factor), _single(softcap * LOG2E) if capped else None)
     values += _mask(mask, B, Hq, Sq, Sk)
-    values += _blocks(spec.mask_blocks, mask, B, Hq)
+    values += _blocks(mask_blocks, mask, B, Hq)
     if slopes is not None:
         slopes = slopes.contiguous()
     values += (slopes, 0 if slopes is None or slopes.dim() == 1 else Hq)
@@ -107,7 +108,7 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
         right=right is not None,
         softcap=capped,
         mask=None if mask is None else _mask_class(values[2], values[3:7]),
-        blocks=spec.mask_blocks is not None,
+        blocks=mask_blocks is not None,
         slopes=slopes is not None,
         sinks=None if sinks is None else sinks.dtype,
         kv_lens=kv_lens is not None,

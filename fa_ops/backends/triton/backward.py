@@ -32,7 +32,6 @@ from fa_ops.backends.triton.launch import (
     bind,
     needs_copies,
     restored,
-    scaled,
 )
 from fa_ops.backends.triton.matrix_products import (
     exact_precision,
@@ -42,7 +41,8 @@ from fa_ops.backends.triton.matrix_products import (
     transposed,
 )
 from fa_ops.backends.triton.primitives import LOG2E, has_nonfinite, key_bounds, load_ranges
-from fa_ops.call.options import ALIGNMENT, Gradients, Packing, Spec
+from fa_ops.call.call import Call
+from fa_ops.call.options import ALIGNMENT, Gradients
 
 
 @triton.jit
@@ -245,57 +245,47 @@ class BackwardProblem(NamedTuple):
         return min(8, self.sizes[0] * heads)
 
 
-def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, spec: Spec, mask_grad: bool = False,
-) -> Gradients:  # fmt: skip
+def backward(call: Call) -> Gradients:
     """Gradients of dense attention; always deterministic."""
+    (q, k, v), (grad_out, grad_lse, out, lse, mask_grad) = call[:3], call.saved
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
     grad_out, out = rows_contiguous(grad_out), rows_contiguous(out)
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out}
     if needs_copies(layout_of(named, strides_of(named), max(Sq, Sk)), q.dtype, D, Dv):
-        do, qa, ka, va, o = aligned(grad_out, q, k, v, out)
-        grads = backward(do, grad_lse, qa, ka, va, o, lse, scaled(spec, D), mask_grad)
-        return restored_gradients(grads, q, k, v)
-    values, kind = arguments(spec, B, Hq, Sq, Sk, D)
+        return restored_gradients(backward(aligned(call)), q, k, v)
+    values, kind = arguments(call, B, Hq, Sq, Sk)
     problem = BackwardProblem.of(
         q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Sq, Sk), (D, Dv), (*values, None, None), kind,
-        spec.softcap,
+        call.options.softcap,
     )  # fmt: skip
     *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
-    dmask = dsinks = None
+    dmask, dsinks, sinks = None, None, call.operands.sinks
     if mask_grad:
-        dmask = _mask_gradient(problem, row_lse, row_delta, spec.attn_mask)
-    if spec.sinks is not None:
-        dsinks = _sinks_gradient(row_lse, row_delta, spec.sinks)
+        dmask = _mask_gradient(problem, row_lse, row_delta, call.operands.attn_mask)
+    if sinks is not None:
+        dsinks = _sinks_gradient(row_lse, row_delta, sinks)
     return Gradients(*grads, dmask, dsinks)
 
 
-def varlen_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, packing: Packing, spec: Spec,
-) -> Gradients:  # fmt: skip
+def varlen_backward(call: Call) -> Gradients:
     """Gradients of packed attention; always deterministic."""
+    (q, k, v), (grad_out, grad_lse, out, lse, _), t = call[:3], call.saved, call.operands
     Tq, Hq, D = q.shape
     Tk, Hkv, Dv = v.shape
     grad_out, out = rows_contiguous(grad_out), rows_contiguous(out)
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out}
     if needs_copies(layout_of(named, strides_of(named), max(Tq, Tk)), q.dtype, D, Dv):
-        do, qa, ka, va, o = aligned(grad_out, q, k, v, out)
-        grads = varlen_backward(do, grad_lse, qa, ka, va, o, lse, packing, scaled(spec, D))
-        return restored_gradients(grads, q, k, v)
-    cu_q, cu_k = packing.cu_seqlens_q.contiguous(), packing.cu_seqlens_k.contiguous()
+        return restored_gradients(varlen_backward(aligned(call)), q, k, v)
+    cu_q, cu_k = t.cu_seqlens_q.contiguous(), t.cu_seqlens_k.contiguous()
     B = cu_q.numel() - 1
-    values, kind = arguments(spec, B, Hq, Tq, Tk, D)
+    values, kind = arguments(call, B, Hq, Tq, Tk)
     problem = BackwardProblem.of(
         q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Tq, Tk), (D, Dv), (*values, cu_q, cu_k), kind,
-        spec.softcap,
+        call.options.softcap,
     )  # fmt: skip
     *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
-    dsinks = None
-    if spec.sinks is not None:
-        dsinks = _sinks_gradient(row_lse, row_delta, spec.sinks)
+    dsinks = None if t.sinks is None else _sinks_gradient(row_lse, row_delta, t.sinks)
     return Gradients(*grads, None, dsinks)
 
 

@@ -17,38 +17,32 @@ from fa_ops.backends.triton.forward import forward, paged_forward
 from fa_ops.backends.triton.launch import Launch, address, bind, empty, needs_copies
 from fa_ops.backends.triton.primitives import load_keys, page_of, scale_index, unpacked
 from fa_ops.call.call import Call, Run
-from fa_ops.call.options import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec, is_prefill, scales_of
+from fa_ops.call.options import ALIGNMENT, MAX_HEAD_DIM, is_prefill, scales_of
 
 
-def cache_forward(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def cache_forward(call: Call) -> tuple[Tensor, Tensor]:
     """Append the new keys and values, if any, then attend."""
-    call = Call.of(q, k, v, spec, cache=cache)
     if not attends_whole_rows(call):
-        return decode.cache_forward(q, k, v, cache, spec)
+        return decode.cache_forward(call)
     if call.writes_cache:
-        q = _append(q, k, v, cache, spec)
-    spec = call.without_new().spec
-    if k.dtype != q.dtype:
-        k, v, cache = dequantized(q, k, v, cache, spec.kv_lens)
-    if cache.page_table is None:
-        return forward(q, k, v, spec)
-    return paged_forward(q, decode.Memory.of(k, v, cache), spec)
+        call = call._replace(query=prepare_cache(call)).without_new()
+    if call.key.dtype != call.query.dtype:
+        call = dequantized(call)
+    return paged_forward(call) if call.is_paged else forward(call)
 
 
 def attends_whole_rows(call: Call) -> bool:
     """Whether the forward kernel attends a cache, each program with all keys of its queries."""
-    q, k, v, cache = call.query, call.key, call.value, call.cache
-    if cache.num_splits or cache.batch_invariant or cache.unified_max is not None:
+    (q, k, v), tensors, options = call[:3], call.operands, call.options
+    if options.num_splits or options.batch_invariant or tensors.unified_max is not None:
         return False
     D, Dv = q.shape[3], v.shape[3]
-    if call.spec.key_ranges is not None or not is_prefill(q) or max(D, Dv) > MAX_HEAD_DIM:
+    if tensors.key_ranges is not None or not is_prefill(q) or max(D, Dv) > MAX_HEAD_DIM:
         return False
     is_converted = k.dtype != q.dtype
-    if is_converted and conversion.error(q, k, v, cache) is not None:
+    if is_converted and conversion.error(call) is not None:
         return False
-    if cache.page_table is None:
+    if not call.is_paged:
         return True
     # Unaligned tensors are copied, but not all pages. Converted pages are new memory.
     k, v = (q, q) if is_converted else (k, v)
@@ -61,22 +55,7 @@ def prepare_append(call: Call) -> Run:
 
     It returns the queries, rotated if need be, and kv_lens with the new keys.
     """
-    q, k, v, cache, spec = call.query, call.key, call.value, call.cache, call.spec
-    capacity = decode.Memory.of(k, v, cache).capacity
-    write = bind_cache(q, k, v, cache, spec.kv_lens, capacity, counts=True)
-
-    def run(q, k, v, tensors):
-        t = tensors
-        return write(
-            q, k, v, t.kv_lens, t.page_table, t.new_key, t.new_value, t.k_scale, t.v_scale,
-            t.rotary_cos, t.rotary_sin,
-        )  # fmt: skip
-
-    return run
-
-
-def _append(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Tensor:
-    return prepare_cache(q, k, v, cache, spec.kv_lens, decode.Memory.of(k, v, cache).capacity)
+    return bind_cache(call, counts=True)
 
 
 # The conversion of e4m3 caches for prompts, which takes a small part of their time.
@@ -89,19 +68,17 @@ ALIGNED |= dict.fromkeys(("stride_b", "stride_h", "stride_s"), ALIGNMENT // 2)
 _launches: dict[tuple, Launch] = {}
 
 
-def dequantized(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor
-) -> tuple[Tensor, Tensor, Cache]:
-    """The cache in q's dtype: (B, Hkv, S, D), or pages, first those of row 0, then those of row 1
-    and so on, with their table."""
-    m, B = decode.Memory.of(k, v, cache), q.shape[0]
-    scales = scales_of(cache.k_scale, cache.v_scale, m.page > 0)
+def dequantized(call: Call) -> Call:
+    """The call over the cache in q's dtype: (B, Hkv, S, D), or pages, first those of row 0, then
+    those of row 1 and so on, with their table."""
+    q, t, m = call.query, call.operands, decode.Memory.of(call)
+    B, scales = q.shape[0], scales_of(t.k_scale, t.v_scale, call.is_paged)
     table = None
     if m.table is not None:
         row = m.table.shape[1]
         table = empty((B, row), (row, 1), torch.int32, q.get_device())
     converted = []
-    parts = (m.key, m.strides[:3], cache.k_scale), (m.value, m.strides[3:], cache.v_scale)
+    parts = (m.key, m.strides[:3], t.k_scale), (m.value, m.strides[3:], t.v_scale)
     for x, strides, scale in parts:
         D = 2 * x.shape[3]
         out = empty(
@@ -109,13 +86,15 @@ def dequantized(
             q.get_device(),
         )  # fmt: skip
         scale = None if scale is None else scale.contiguous()
-        tensors = (x, out, scale, kv_lens.contiguous(), m.table, table)
+        tensors = (x, out, scale, t.kv_lens.contiguous(), m.table, table)
         rest = (*strides, m.Hkv, m.capacity, 0 if table is None else m.table.stride(0), len(x))
         launch = _find(tensors, rest, D, m.page, scales if scale is not None else 0)
-        args = (*(None if t is None else address(t) for t in tensors), *rest)
+        args = (*(None if x is None else address(x) for x in tensors), *rest)
         launch((-(-m.capacity // _tokens(D)) * m.Hkv * B, 1, 1), args)
         converted.append(out.transpose(1, 2) if table is None else out.view(-1, m.page, m.Hkv, D))
-    return *converted, cache._replace(page_table=table, k_scale=None, v_scale=None)
+    key, value = converted
+    operands = t._replace(page_table=table, k_scale=None, v_scale=None)
+    return call._replace(key=key, value=value, operands=operands)
 
 
 def _find(

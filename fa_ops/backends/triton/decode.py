@@ -43,7 +43,7 @@ from fa_ops.backends.triton.launch import (
     multiprocessors,
 )
 from fa_ops.call.call import Call, Run
-from fa_ops.call.options import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec, dtype_name, scales_of
+from fa_ops.call.options import ALIGNMENT, MAX_HEAD_DIM, dtype_name, scales_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
@@ -69,10 +69,10 @@ class Memory(NamedTuple):
     unified_max: Tensor | None
 
     @staticmethod
-    def of(k: Tensor, v: Tensor, cache: Cache) -> Memory:
-        """The cache of `cache_forward`, contiguous or paged."""
-        rest = (v.shape[3], cache.k_scale, cache.v_scale, cache.unified_max)
-        table = cache.page_table
+    def of(call: Call) -> Memory:
+        """The cache of a call, contiguous or paged, or keys and values of a dense call."""
+        k, v, tensors, table = call.key, call.value, call.operands, call.operands.page_table
+        rest = (v.shape[3], tensors.k_scale, tensors.v_scale, tensors.unified_max)
         if k.dtype == _FP8:
             k, v = _in_pairs("key_cache", k), _in_pairs("value_cache", v)
         (kb, k1, k2, _), (vb, v1, v2, _) = k.stride(), v.stride()
@@ -96,8 +96,9 @@ def _in_pairs(name: str, x: Tensor) -> Tensor:
     return x.view(torch.int16)
 
 
-def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+def cache_error(call: Call) -> str | None:
     """Return why this backend cannot attend the cache, and which can; None if it can."""
+    q, k, v = call[:3]
     device, D, Dv = q.device, q.shape[-1], v.shape[-1]
     if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
         return f"runs on CUDA tensors, got {device.type}; the cpu and reference backends run on it"
@@ -118,29 +119,18 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
             f"takes head dimensions up to {MAX_HEAD_DIM}, and of keys in a cache up to "
             f"{_MAX_KEY_DIM}, got {D} and {Dv}; the reference backend takes any"
         )
-    table = cache.page_table
-    return size_error(q.shape[2], k.shape[2] if table is None else table.shape[1] * k.shape[1])
+    return size_error(q.shape[2], call.num_keys)
 
 
-def cache_forward(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def cache_forward(call: Call) -> tuple[Tensor, Tensor]:
     """Append the new keys and values, if any, then attend."""
-    memory, new = Memory.of(k, v, cache), 0
-    if cache.key is not None or cache.rotary_cos is not None:
-        q = prepare_cache(q, k, v, cache, spec.kv_lens, memory.capacity)
-        new = 0 if cache.key is None else cache.key.shape[2]
-    return decode(q, memory, spec, new, cache.num_splits, cache.batch_invariant)
+    return decode(call._replace(query=prepare_cache(call)) if call.writes_cache else call)
 
 
 def prepare_cached(call: Call) -> Run:
     """A function that runs cached calls with the geometry of this one."""
-    q, k, v, cache, spec = call.query, call.key, call.value, call.cache, call.spec
-    new, write = 0 if cache.key is None else cache.key.shape[2], None
-    if call.writes_cache:
-        write = bind_cache(q, k, v, cache, spec.kv_lens, Memory.of(k, v, cache).capacity)
+    q, write = call.query, bind_cache(call) if call.writes_cache else None
     options = call.without_tensors()
-    splits, invariant = cache.num_splits, cache.batch_invariant
     exact = q.dtype == torch.float32  # unless torch's switch says otherwise
     known: dict[tuple, Callable] = {}  # by alignment of the addresses, and by that switch
 
@@ -150,16 +140,12 @@ def prepare_cached(call: Call) -> Run:
         if (k_at | v_at) % 2:
             _in_pairs("key_cache", k), _in_pairs("value_cache", v)
         if write is not None:
-            q, _ = write(
-                q, k, v, t.kv_lens, t.page_table, t.new_key, t.new_value, t.k_scale, t.v_scale,
-                t.rotary_cos, t.rotary_sin,
-            )  # fmt: skip
+            q, _ = write(q, k, v, t)
         is_aligned = (q.data_ptr() | k_at | v_at) % ALIGNMENT == 0
         kind = is_aligned, k_at == v_at, exact and precision(q.dtype)
         launch = known.get(kind)
         if launch is None:
-            cache, spec = options._replace(operands=t).arguments
-            launch = known[kind] = _bind(q, Memory.of(k, v, cache), spec, new, splits, invariant)
+            launch = known[kind] = _bind(options._replace(query=q, key=k, value=v, operands=t))
         if INTERPRETED and k.dtype == _FP8:  # kernels are given the tensors, not their addresses
             k, v = k.view(torch.int16), v.view(torch.int16)
         small = (t.page_table, t.k_scale, t.v_scale, t.unified_max, t.alibi_slopes, t.sinks)
@@ -168,27 +154,28 @@ def prepare_cached(call: Call) -> Run:
     return run
 
 
-def decode(
-    q: Tensor, memory: Memory, spec: Spec, new: int = 0, splits: int = 0, invariant: bool = False
-) -> tuple[Tensor, Tensor]:
+def decode(call: Call) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq).
 
-    `new`: keys appended to each sequence that kv_lens does not include.
+    New keys are in the cache already, behind those that kv_lens count.
     """
-    m, small = memory, (spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges)
-    small = (None if t is None else t.contiguous() for t in small)
-    call = _bind(q, memory, spec, new, splits, invariant)
-    return call(True, q, m.key, m.value, *m.small(), *small)
+    m, t = Memory.of(call), call.operands
+    small = (t.alibi_slopes, t.sinks, t.kv_lens, t.key_ranges)
+    small = (None if x is None else x.contiguous() for x in small)
+    return _bind(call)(True, call.query, m.key, m.value, *m.small(), *small)
 
 
-def _bind(
-    q: Tensor, memory: Memory, spec: Spec, new: int, splits: int, invariant: bool
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _bind(call: Call) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The part of a call that does not depend on its tensors' contents and addresses."""
+    q, tensors, memory = call.query, call.operands, Memory.of(call)
+    splits, invariant = call.options.num_splits, call.options.batch_invariant
+    new = 0 if tensors.new_key is None else tensors.new_key.shape[2]
     B, Hq, Sq, D = q.shape
     Dv, Hkv, capacity = memory.Dv, memory.Hkv, memory.capacity
     group, device = Hq // Hkv, q.get_device()
-    values, kind = arguments(_unbounded_right(spec, Sq), B, Hq, Sq, capacity, D)
+    if Sq == 1:  # a single query is the last and has no later keys
+        call = call.changed(is_causal=False, window_right=-1)
+    values, kind = arguments(call, B, Hq, Sq, capacity)
     scale, cap, slopes_stride, (left, right) = *values[:2], values[_SLOPES_STRIDE], values[-2:]
     mode = "fixed" if invariant else "even" if splits else "stream"
     plan = _plan(q, memory, kind, mode, group * Sq)
@@ -209,9 +196,10 @@ def _bind(
     strides = (*q.stride()[:3], *memory.strides)
     table_stride = 0 if memory.table is None else memory.table.stride(0)
     pages = memory.key.shape[0]
-    ranges_stride = 0 if spec.key_ranges is None or spec.key_ranges.shape[0] == 1 else 2
+    ranges = tensors.key_ranges
+    ranges_stride = 0 if ranges is None or ranges.shape[0] == 1 else 2
 
-    def call(with_lse, q, k, v, *small, at=address):
+    def run(with_lse, q, k, v, *small, at=address):
         out, lse = empty(*shape_of_out), empty(*shape_of_lse) if with_lse else None
         if Sq == 0:
             return out, lse
@@ -235,10 +223,10 @@ def _bind(
         return out, lse
 
     if plan.split is None and Sq:
-        small = (spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges)
+        small = (tensors.alibi_slopes, tensors.sinks, tensors.kv_lens, ranges)
         m = memory
-        plan = plan.compile(call(True, q, m.key, m.value, *m.small(), *small, at=lambda t: t))
-    return call
+        plan = plan.compile(run(True, q, m.key, m.value, *m.small(), *small, at=lambda t: t))
+    return run
 
 
 def _parts(work: Tensor | int, sizes: tuple[int, int, int]) -> Sequence[Tensor | int]:
@@ -256,11 +244,6 @@ class SplitKernels(NamedTuple):
     split: Launch | None = None
     merge: Launch | None = None
     compile: Callable[[tuple], SplitKernels] | None = None
-
-
-def _unbounded_right(spec: Spec, Sq: int) -> Spec:
-    """Remove the right bound of a single query, which is the last and has no later keys."""
-    return spec._replace(is_causal=False, window_right=-1) if Sq == 1 else spec
 
 
 def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> SplitKernels:

@@ -25,7 +25,8 @@ from fa_ops.backends.triton.primitives import (
     store_tile,
     tanh,
 )
-from fa_ops.call.options import Quantization, Spec, default_scale
+from fa_ops.call.call import Call
+from fa_ops.call.options import Options
 
 # The forward kernel with 8-bit products: the loop of `forward_kernel` without its rare cases.
 #
@@ -439,21 +440,20 @@ def architecture_error(q: Tensor) -> str | None:
     return f"needs compute capability 8.9 for e4m3, got {architecture(q.device) / 10}"
 
 
-def quantized_forward(
-    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def quantized_forward(call: Call) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) in q's dtype, bfloat16 for e4m3, and lse (B, Hq, Sq)."""
+    (q, k, v), t, softcap = call[:3], call.operands, call.options.softcap
     if q.dtype == E4M3:
-        eight, dtype = _as_given(q, k, v, how, spec), torch.bfloat16
+        eight, dtype = _as_given(call), torch.bfloat16
     else:
-        eight, dtype = quantise(q, k, v, how, spec), q.dtype
+        eight, dtype = quantise(call), q.dtype
     B, Hq, Sq, D = q.shape
     out = torch.empty_permuted((B, Hq, Sq, v.shape[3]), (0, 2, 1, 3), dtype=dtype, device=q.device)
     lse = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
-    scale, Sk, (left, right) = default_scale(spec, D), k.shape[2], _window(spec)
-    cap = spec.softcap * LOG2E.value if spec.softcap else None
-    factor = scale / spec.softcap if spec.softcap else scale * LOG2E.value
-    ranges, strides = spec.key_ranges, (0, 0, 0)
+    Sk, (left, right) = k.shape[2], _window(call.options)
+    cap = softcap * LOG2E.value if softcap else None
+    factor = call.scale / softcap if softcap else call.scale * LOG2E.value
+    ranges, strides = t.key_ranges, (0, 0, 0)
     if ranges is not None:
         ranges = ranges.contiguous().expand(B, Hq, Sq, 2)
         strides = ranges.stride()[:3]
@@ -463,7 +463,7 @@ def quantized_forward(
         eight.q_scale, *eight.q_scale.stride(),
         eight.k_scale, *eight.k_scale.stride(),
         eight.v_scale, *eight.v_scale.stride(),
-        B, Hq, Hq // k.shape[1], Sq, Sk, factor, cap, eight.offset, spec.sinks, spec.kv_lens,
+        B, Hq, Hq // k.shape[1], Sq, Sk, factor, cap, eight.offset, t.sinks, t.kv_lens,
         ranges, *strides, left, right,
     )  # fmt: skip
     tile = quantized_tile(architecture(q.device), max(D, v.shape[3]))
@@ -472,11 +472,12 @@ def quantized_forward(
     return out, lse
 
 
-def quantise(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> EightBit:
+def quantise(call: Call) -> EightBit:
     """Quantise 16-bit or float32 tensors, in two launches."""
+    (q, k, v), options, kv_lens = call[:3], call.options, call.operands.kv_lens
     (B, Hq, Sq, D), (_, Hkv, Sk, Dv), device = q.shape, v.shape, q.device
-    smooth = how.smooth_key and not spec.softcap
-    is_int8 = how.qk_dtype in (None, torch.int8)
+    smooth = options.smooth_key and not options.softcap
+    is_int8 = options.qk_dtype in (None, torch.int8)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -484,9 +485,9 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> 
     parts = PARTS.value
     sums = new(B, Hkv, parts, D) if smooth else None
     largest = new(B, Hkv, parts, Dv)
-    constants = quantise_constants(q, v, how, spec)
+    constants = quantise_constants(q.shape[3], Dv, options)
     strides = (*k.stride()[:3], *v.stride()[:3])
-    args = (k, v, sums, largest, *strides, Hkv, Sk, spec.kv_lens)
+    args = (k, v, sums, largest, *strides, Hkv, Sk, kv_lens)
     _find(statistics_kernel, args, constants[0], q)((parts, Hkv, B), args)
     dtype, width = torch.int8 if is_int8 else E4M3, _width(D)
     blocks = -(-Sk // SCALE_BLOCK.value)
@@ -498,23 +499,20 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> 
     args = (
         q, k, v, sums, largest, eight.query, eight.key, eight.value, eight.q_scale, eight.k_scale,
         eight.v_scale, eight.offset, *q.stride()[:3], *strides, B, Hq, Hq // Hkv, Sq, Sk,
-        D, Dv, default_scale(spec, D), (D & -D) ** -0.5, spec.kv_lens,
+        D, Dv, call.scale, (D & -D) ** -0.5, kv_lens,
     )  # fmt: skip
     tokens = BLOCKS * SCALE_BLOCK.value
     programs = B * (Hq * -(-Sq // tokens) + 2 * Hkv * -(-Sk // tokens))
-    options = quantise_options(D)
-    _find(quantize_kernel, args, constants[1], q, options)((programs, 1, 1), args)
+    launch = _find(quantize_kernel, args, constants[1], q, quantise_options(D))
+    launch((programs, 1, 1), args)
     return eight
 
 
-def quantise_constants(
-    q: Tensor, v: Tensor, how: Quantization, spec: Spec
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def quantise_constants(D: int, Dv: int, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """The constexpr parameters of `statistics_kernel` and of `quantize_kernel`."""
-    D, Dv = q.shape[3], v.shape[3]
     widths = {"D": D, "Dv": Dv, "BLOCK_D": _width(D), "BLOCK_DV": padded(Dv)}
-    first = widths | {"SMOOTH": how.smooth_key and not spec.softcap}
-    rest = {"ROTATE": how.rotate, "INT8": how.qk_dtype in (None, torch.int8)}
+    first = widths | {"SMOOTH": options.smooth_key and not options.softcap}
+    rest = {"ROTATE": options.rotate, "INT8": options.qk_dtype in (None, torch.int8)}
     return first, first | rest | {"BLOCKS": BLOCKS}
 
 
@@ -574,24 +572,25 @@ def _width(D: int) -> int:
     return max(32, padded(D))
 
 
-def _window(spec: Spec) -> tuple[int | None, int | None]:
-    left = None if spec.window_left < 0 else min(spec.window_left, _MAX_WINDOW)
-    if spec.is_causal:
+def _window(options: Options) -> tuple[int | None, int | None]:
+    left, right = options.window_left, options.window_right
+    left = None if left < 0 else min(left, _MAX_WINDOW)
+    if options.is_causal:
         return left, 0
-    return left, None if spec.window_right < 0 else min(spec.window_right, _MAX_WINDOW)
+    return left, None if right < 0 else min(right, _MAX_WINDOW)
 
 
-def _as_given(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> EightBit:
+def _as_given(call: Call) -> EightBit:
     """e4m3 tensors with their scales; value is transposed, as tensor cores read it."""
-    Sk = k.shape[2]
+    (q, k, v), t, Sk = call[:3], call.operands, call.key.shape[2]
     transposed = v.view(torch.uint8).transpose(2, 3)
-    if spec.kv_lens is not None:  # a weight of 0 times what lies beyond may be NaN
-        inside = torch.arange(Sk, device=v.device) < spec.kv_lens.view(-1, 1, 1, 1)
+    if t.kv_lens is not None:  # a weight of 0 times what lies beyond may be NaN
+        inside = torch.arange(Sk, device=v.device) < t.kv_lens.view(-1, 1, 1, 1)
         transposed = transposed.masked_fill(~inside, 0)
     transposed = F.pad(transposed, (0, -Sk % VALUE_BLOCK.value)).contiguous()
-    q_scale, q_shift = _of_tokens(how.q_scale, q)
-    k_scale, k_shift = _of_tokens(how.k_scale, k)
-    v_scale = how.v_scale
+    q_scale, q_shift = _of_tokens(t.q_scale, q)
+    k_scale, k_shift = _of_tokens(t.k_scale, k)
+    v_scale = t.v_scale
     v_scale = v_scale.view(1, 1, 1) if v_scale.dim() < 2 else v_scale
     v_scale = v_scale if v_scale.dim() == 3 else v_scale.unsqueeze(-1)
     v_scale = v_scale.expand(v.shape[0], v.shape[1], v.shape[3])

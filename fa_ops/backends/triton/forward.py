@@ -21,7 +21,6 @@ from fa_ops.backends.triton.launch import (
     empty,
     narrowed,
     needs_copies,
-    scaled,
 )
 from fa_ops.backends.triton.masks import block_of_step, walk_keys
 from fa_ops.backends.triton.matrix_products import (
@@ -59,52 +58,53 @@ from fa_ops.backends.triton.primitives import (
     with_mask,
     with_sink,
 )
-from fa_ops.call.options import Cache, Packing, Spec, is_decoding
+from fa_ops.call.call import Call, is_decoding
 
 _launches: dict[tuple, tuple[Launch, int]] = {}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
+    q, k, v = call[:3]
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
-    if is_decoding(Sq, Sk, spec):
-        return decode(q, Memory.of(k, v, Cache()), spec)
+    if is_decoding(call):
+        return decode(call)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     layout = Layout.of(q, k, v, strides)
     if needs_copies(layout, q.dtype, D, Dv):
-        out, lse = forward(*aligned(q, k, v), scaled(spec, D))
+        out, lse = forward(aligned(call))
         return narrowed(out, Dv), lse
-    mode = products(q, B * Hq * Sq * Sk, D, Dv, spec.softcap)
+    mode = products(q, B * Hq * Sq * Sk, D, Dv, call.options.softcap)
     if mode == "split":
         q, k, v = in_parts(q, k, v)
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         layout = Layout(aligned=True, wide=False)
-    return _attend(q, k, v, (B, Hq, Hkv, Sq, Sk), (D, Dv), strides, layout, spec, mode)
+    return _attend(q, k, v, (B, Hq, Hkv, Sq, Sk), (D, Dv), strides, layout, call, mode)
 
 
-def paged_forward(q: Tensor, memory: Memory, spec: Spec) -> tuple[Tensor, Tensor]:
+def paged_forward(call: Call) -> tuple[Tensor, Tensor]:
     """The same of a cache that consists of pages, whose rows must be aligned."""
-    m = memory
+    q, m = call.query, Memory.of(call)
     strides = (*q.stride()[:3], *m.strides)
     layout = Layout.of(q, m.key, m.value, strides)
     (B, Hq, Sq, D), Dv = q.shape, m.value.shape[3]
     return _attend(
-        q, m.key, m.value, (B, Hq, m.Hkv, Sq, m.capacity), (D, Dv), strides, layout, spec,
+        q, m.key, m.value, (B, Hq, m.Hkv, Sq, m.capacity), (D, Dv), strides, layout, call,
         precision(q.dtype), m.table, m.page,
     )  # fmt: skip
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], dims: tuple[int, int],
-    strides: tuple[int, ...], layout: Layout, spec: Spec, mode: str, table: Tensor | None = None,
+    strides: tuple[int, ...], layout: Layout, call: Call, mode: str, table: Tensor | None = None,
     page: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (B, Hq, Hkv, Sq, Sk), (D, Dv), device = sizes, dims, q.get_device()
+    (B, Hq, Hkv, Sq, Sk), Dv, device = sizes, dims[1], q.get_device()
     row, dtype = Hq * Dv, torch.float32 if mode == "split" else q.dtype
     out = empty((B, Hq, Sq, Dv), (Sq * row, Dv, row, 1), dtype, device)
     lse = empty((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device)
-    values, kind = arguments(spec, B, Hq, Sq, Sk, D)
+    values, kind = arguments(call, B, Hq, Sq, Sk)
     pages = (None, 0, 0) if table is None else (table, table.stride(0), k.shape[0])
     rest = (*strides, B, Hq, Hq // Hkv, Sq, Sk, *values, None, None, *pages)
     launch, block_m = _find((q, k, v, out, lse), rest, layout, kind, dims, mode, False, page)
@@ -113,27 +113,26 @@ def _attend(
     return out, lse
 
 
-def varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def varlen_forward(call: Call) -> tuple[Tensor, Tensor]:
     """Packed attention: out (Tq, Hq, Dv) and lse (Hq, Tq)."""
+    (q, k, v), cu_q, cu_k = call[:3], call.operands.cu_seqlens_q, call.operands.cu_seqlens_k
     Tq, Hq, D = q.shape
     Tk, Hkv, Dv = v.shape
     strides = _packed_strides(q, k, v)
     layout = Layout.of(q, k, v, strides)
     if needs_copies(layout, q.dtype, D, Dv):
-        out, lse = varlen_forward(*aligned(q, k, v), packing, scaled(spec, D))
+        out, lse = varlen_forward(aligned(call))
         return narrowed(out, Dv), lse
-    cu_q, cu_k = packing.cu_seqlens_q.contiguous(), packing.cu_seqlens_k.contiguous()
+    cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
     B = cu_q.numel() - 1
     device, dtype = q.get_device(), q.dtype
-    mode = products(q, Hq * Tq * Tk // max(B, 1), D, Dv, spec.softcap)
+    mode = products(q, Hq * Tq * Tk // max(B, 1), D, Dv, call.options.softcap)
     if mode == "split":
         q, k, v = in_parts(q, k, v)
         strides, layout = _packed_strides(q, k, v), Layout(aligned=True, wide=False)
     out = empty((Tq, Hq, Dv), (Hq * Dv, Dv, 1), dtype, device)
     lse = empty((Hq, Tq), (Tq, 1), torch.float32, device)
-    values, kind = arguments(spec, B, Hq, Tq, Tk, D)
+    values, kind = arguments(call, B, Hq, Tq, Tk)
     rest = (*strides, B, Hq, Hq // Hkv, Tq, Tk, *values, cu_q, cu_k, None, 0, 0)
     launch, block_m = _find((q, k, v, out, lse), rest, layout, kind, (D, Dv), mode, True)
     args = (address(q), address(k), address(v), address(out), address(lse), *rest)

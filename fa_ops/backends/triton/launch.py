@@ -25,7 +25,8 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from fa_ops.backends.triton.arguments import Layout
-from fa_ops.call.options import ALIGNMENT, Spec
+from fa_ops.call.call import Call
+from fa_ops.call.options import ALIGNMENT
 
 _log = logging.getLogger("fa_ops.triton")
 
@@ -253,9 +254,12 @@ def needs_copies(layout: Layout, dtype: torch.dtype, D: int, Dv: int) -> bool:
     return dtype.itemsize == 2 and (not layout.aligned or (D | Dv) % UNITS != 0)
 
 
-def aligned(*tensors: Tensor) -> list[Tensor]:
-    """Pad rows with zeros to multiples of 16 bytes, by copies where needed."""
-    return [_aligned(x) for x in tensors]
+def aligned(call: Call) -> Call:
+    """The call with rows padded with zeros to multiples of 16 bytes, by copies where needed."""
+    (q, k, v), saved = map(_aligned, call[:3]), call.saved
+    if saved is not None:
+        saved = saved._replace(grad_out=_aligned(saved.grad_out), out=_aligned(saved.out))
+    return call.changed(query=q, key=k, value=v, saved=saved, scale=call.scale)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -265,11 +269,6 @@ def _aligned(x: Tensor) -> Tensor:
     if x.data_ptr() % ALIGNMENT == 0 and all(s % UNITS == 0 for s in x.stride()[:-1]):
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def scaled(spec: Spec, D: int) -> Spec:
-    """The spec with an explicit scale: the default one of head dimension D if it has none."""
-    return spec if spec.scale is not None else spec._replace(scale=D**-0.5)
 
 
 def narrowed(x: Tensor, width: int) -> Tensor:

@@ -46,7 +46,6 @@ from fa_ops.backends.triton.launch import (
     multiprocessors,
     narrowed,
     needs_copies,
-    scaled,
 )
 from fa_ops.backends.triton.primitives import (
     LN2,
@@ -56,9 +55,8 @@ from fa_ops.backends.triton.primitives import (
     natural,
     store_tile,
 )
-from fa_ops.call.call import Call, Run
-from fa_ops.call.call import general_of_groups as general
-from fa_ops.call.options import ALIGNMENT, MAX_SHORT_ROWS, Gradients, Operands, Spec
+from fa_ops.call.call import Call, Run, general
+from fa_ops.call.options import ALIGNMENT, MAX_SHORT_ROWS, Gradients, Operands
 
 
 @triton.jit
@@ -318,26 +316,24 @@ def short_backward_kernel(
 _launches: dict[tuple, Launch] = {}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Dense attention of short rows with a bias, and with no other option than a scale.
 
     Returns out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq).
     """
-    D, Dv = q.shape[3], v.shape[3]
-    if _must_copy({"q": q, "k": k, "v": v}):
-        out, lse = forward(*aligned(q, k, v), scaled(spec, D))
-        return narrowed(out, Dv), lse
-    attend, _ = _forward_of(q, k, v, spec)
-    return attend(q, k, v, spec.attn_mask)
+    if _must_copy(dict(zip("qkv", call[:3]))):
+        out, lse = forward(aligned(call))
+        return narrowed(out, call.value.shape[3]), lse
+    attend, _ = _forward_of(call)
+    return attend(*call[:3], call.operands.attn_mask)
 
 
 def prepare(call: Call) -> Run:
     """What runs forward passes with the geometry of this one."""
-    q, k, v, spec = call.query, call.key, call.value, call.spec
     in_general = general("forward of short rows", forward).prepare(call)
-    if _must_copy({"q": q, "k": k, "v": v}):
+    if _must_copy(dict(zip("qkv", call[:3]))):
         return in_general
-    attend, has_aligned_mask = _forward_of(q, k, v, spec)
+    attend, has_aligned_mask = _forward_of(call)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, operands: Operands, with_lse: bool = True
@@ -359,15 +355,16 @@ def _must_copy(named: Mapping[str, Tensor]) -> bool:
     return needs_copies(layout_of(named, strides_of(named), rows), q.dtype, q.shape[3], v.shape[3])
 
 
-def _forward_of(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Callable, bool]:
+def _forward_of(call: Call) -> tuple[Callable, bool]:
     """(q, k, v, mask) -> (out, lse), for aligned tensors of this geometry, and whether the mask
     must be aligned too."""
+    q, k, v = call[:3]
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
     row, device = Hq * Dv, q.get_device()
     of_out = (B, Hq, Sq, Dv), (Sq * row, Dv, row, 1), q.dtype, device
     of_lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device
-    bias, kind, shared = _bias(spec, B, Hq, Sq, Sk, D)
+    bias, kind, shared = _bias(call, B, Hq, Sq, Sk)
     tile = short_forward_tile(Sq, Sk)
     blocks = Hq * -(-Sq // tile.block_m)
     chunks = tile.chunks(B, blocks, multiprocessors(device))
@@ -385,19 +382,15 @@ def _forward_of(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Callable, 
     return run, kind.mask[1]
 
 
-def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, spec: Spec, mask_grad: bool = False,
-) -> Gradients:  # fmt: skip
+def backward(call: Call) -> Gradients:
     """The gradients of `forward`, of one key head for each query head; always deterministic."""
+    (q, k, v), (grad_out, grad_lse, out, lse, _) = call[:3], call.saved
     grad_out, out = rows_contiguous(grad_out), rows_contiguous(out)
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out}
     if _must_copy(named):
-        do, qa, ka, va, o = aligned(grad_out, q, k, v, out)
-        grads = backward(do, grad_lse, qa, ka, va, o, lse, scaled(spec, q.shape[3]), mask_grad)
-        return restored_gradients(grads, q, k, v)
-    run, _ = _backward_of(named, grad_lse, spec, mask_grad)
-    return run(grad_out, grad_lse, q, k, v, out, lse, spec.attn_mask)
+        return restored_gradients(backward(aligned(call)), q, k, v)
+    run, _ = _backward_of(named, call)
+    return run(grad_out, grad_lse, q, k, v, out, lse, call.operands.attn_mask)
 
 
 def prepare_backward(call: Call) -> Run:
@@ -408,9 +401,7 @@ def prepare_backward(call: Call) -> Run:
     is_given = rows_contiguous(saved.grad_out) is saved.grad_out
     if not is_given or rows_contiguous(saved.out) is not saved.out or _must_copy(named):
         return in_general
-    differentiate, has_aligned_mask = _backward_of(
-        named, saved.grad_lse, call.spec, saved.mask_grad
-    )
+    differentiate, has_aligned_mask = _backward_of(named, call)
 
     def run(grad_out, grad_lse, q, k, v, out, lse, operands: Operands) -> Gradients:
         mask, addresses = operands.attn_mask, q.data_ptr() | k.data_ptr() | v.data_ptr()
@@ -424,14 +415,12 @@ def prepare_backward(call: Call) -> Run:
     return run
 
 
-def _backward_of(
-    named: Mapping[str, Tensor], grad_lse: Tensor | None, spec: Spec, mask_grad: bool
-) -> tuple[Callable, bool]:
+def _backward_of(named: Mapping[str, Tensor], call: Call) -> tuple[Callable, bool]:
     """(grad_out, grad_lse, q, k, v, out, lse, mask) -> Gradients, as `_forward_of`."""
-    q, k, v, _, _ = named.values()
-    mask, device = spec.attn_mask, q.get_device()
+    (q, k, v), mask, device = call[:3], call.operands.attn_mask, call.query.get_device()
+    grad_lse, mask_grad = call.saved.grad_lse, call.saved.mask_grad
     (B, Hq, Sq, D), (*_, Sk, Dv) = q.shape, v.shape
-    bias, kind, shared = _bias(spec, B, Hq, Sq, Sk, D)
+    bias, kind, shared = _bias(call, B, Hq, Sq, Sk)
     tile = short_backward_tile(Sq, Sk, max(D, Dv), shared)
     chunks = tile.chunks(B, Hq, multiprocessors(device))
     grads = [written_like(x) for x in (q, k, v)]
@@ -482,10 +471,10 @@ def _backward_of(
     return run, kind.mask[1]
 
 
-def _bias(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tuple, Class, bool]:
+def _bias(call: Call, B: int, Hq: int, Sq: int, Sk: int) -> tuple[tuple, Class, bool]:
     """(scale in units of log2, the strides of the bias of all scores), the class, and whether the
     batch shares the bias."""
-    values, kind = arguments(spec, B, Hq, Sq, Sk, D)
+    values, kind = arguments(call, B, Hq, Sq, Sk)
     bias = (values[0], *values[3:7])
     return bias, kind, B == 1 or bias[1] == 0
 

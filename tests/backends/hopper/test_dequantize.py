@@ -57,8 +57,8 @@ def test_a_converted_cache(kernel, driver, page_size, scales, bshd):
                      lens=(150, 0, 70), page_size=page_size, page_scales=scales == "page",
                      token_scales=scales == "token")  # fmt: skip
     q, k, v, cache, spec = case.fresh()
-    tensors = Call.of(q, k, v, spec, cache=cache).operands
-    k_out, v_out, table = forward.converter(q, k, v, cache).run(k, v, tensors)
+    call = Call.of(q, k, v, spec, cache=cache)
+    k_out, v_out, table = forward.converter(call).run(k, v, call.operands)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
     assert grid[1] == 3 and grid[0] == -(
@@ -106,8 +106,8 @@ def test_pages_that_do_not_exist_stay_missing(kernel, driver):
     q, k, v, cache, spec = case.fresh()
     pages = torch.tensor([[1, -1, 2**31 - 1, 2], [0, len(k), 3, 1]], dtype=torch.int32)
     cache = cache._replace(page_table=pages)
-    tensors = Call.of(q, k, v, spec, cache=cache).operands
-    *_, table = forward.converter(q, k, v, cache).run(k, v, tensors)
+    call = Call.of(q, k, v, spec, cache=cache)
+    *_, table = forward.converter(call).run(k, v, call.operands)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
     assert table.tolist() == [[0, -1, -1, 3], [4, -1, 6, -1]]
@@ -141,7 +141,7 @@ def test_a_prompt_attends_the_converted_cache(driver, page):
 
 def test_what_is_not_converted(monkeypatch):
     def error(q, k, v, cache, spec):
-        return forward.cache_error(q, k, v, cache, spec)
+        return forward.cache_error(Call.of(q, k, v, spec, cache=cache))
 
     assert error(*prompt()) is None
     q, k, v, cache, spec = prompt(dtype=torch.float16)

@@ -25,9 +25,9 @@ def on_cpu(driver, monkeypatch):
     """CPU tensors go to this backend; their values are not checked, as those of CUDA tensors."""
     driver.struct_bytes = 576
 
-    def cache_error(q, k, v, cache, spec):
-        own = mla if has_latent_dims(q.shape[-1], v.shape[-1]) else decode
-        return own.cache_error(q, k, v, cache, spec)
+    def cache_error(call):
+        is_latent = has_latent_dims(call.query.shape[-1], call.value.shape[-1])
+        return (mla if is_latent else decode).cache_error(call)
 
     monkeypatch.setattr(hopper, "cache_error", cache_error)
     monkeypatch.setattr(dispatch, "AUTO", {"cpu": ("hopper",)})

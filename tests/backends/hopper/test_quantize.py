@@ -52,7 +52,7 @@ def test_numbers_are_those_of_the_definition(D, Dv, Sq, Sk, rotate, lens, driver
     kv_lens = torch.tensor([Sk, Sk // 2 + 1], dtype=torch.int32) if lens else None
     how = Quantization(None, None, None, torch.float8_e4m3fn, True, rotate)
     tensors = Operands(kv_lens=kv_lens)
-    plan = eight_bit.Quantizer(Geometry.of(q, k, v, Spec()), False, True, rotate)
+    plan = eight_bit.Quantizer(Geometry.of(Call.of(q, k, v)), False, True, rotate)
     found, memory = plan.run(q, k, v, tensors, 0, True)
     memory[: plan._zeroed] = 0  # which the driver would set
     grid, params = driver.last("quantize")

@@ -7,6 +7,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends.hopper import eight_bit, kernel_plan
+from fa_ops.call.call import Call
 from fa_ops.call.options import NO_OPERANDS, Quantization, Spec
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
@@ -38,11 +39,11 @@ def test_queries_are_quantised_in_the_kernel(
             return kernel(name, *args)
 
         monkeypatch.setattr(module, "kernel", noted)
-    tensors = NO_OPERANDS
+    call = Call.of(q, k, v, spec, quantization=how)
     eight_bit._plan.cache_clear()
-    plan = eight_bit.plan_of(q, k, v, how, spec, tensors)
+    plan = eight_bit.plan_of(call)
     driver.struct_bytes = eight_bit._QUANTIZE_PARAMS.size
-    found, memory = plan.source.run(q, k, v, tensors, 0, True)
+    found, memory = plan.source.run(q, k, v, NO_OPERANDS, 0, True)
     memory[: plan.source._zeroed] = 0  # which the driver would set
     assert found.query == q.data_ptr()
     grid, params = driver.last("quantize")
@@ -51,7 +52,7 @@ def test_queries_are_quantised_in_the_kernel(
     assert wrong is None, wrong
     monkeypatch.setattr(plan.source, "run", lambda *_: (found, memory))
     driver.struct_bytes = eight_bit._PARAMS.size
-    out, lse = plan.run(q, k, v, tensors)
+    out, lse = plan.run(q, k, v, NO_OPERANDS)
     grid, params = driver.last("quantized")
     threads, defines = compiled["quantized"][2], dict(compiled["quantized"][-1])
     assert defines["QUANTISES_QUERIES"]

@@ -28,7 +28,7 @@ def test_a_16_bit_call_is_quantised_first(driver):
     )
     lens = torch.tensor([200, 7], dtype=torch.int32)
     spec = Spec(is_causal=True, kv_lens=lens)
-    out, lse = eight_bit.quantized_forward(q, k, v, Quantization(), spec)
+    out, lse = eight_bit.quantized_forward(Call.of(q, k, v, spec, quantization=Quantization()))
     assert [one.name for one in driver.launched] == ["quantize", "quantized"]
     assert driver.called.count("cuMemsetD32Async") == 1
     words = struct.unpack_from("<15Q", driver.last("quantize")[1])
@@ -73,7 +73,7 @@ def test_e4m3_tensors_are_read_where_they_lie(driver, scales):
     q, k, v = (torch.randn(2, n, 100, 64).to(E4M3) for n in (4, 2, 2))
     shape = {"one": (1,), "heads": (2, 2), "blocks": (2, 2, 2)}[scales]
     how = Quantization(torch.rand(()), torch.rand(shape), torch.rand(2, 2), None, False, False)
-    out, _ = eight_bit.quantized_forward(q, k, v, how, Spec())
+    out, _ = eight_bit.quantized_forward(Call.of(q, k, v, Spec(), quantization=how))
     assert out.dtype == torch.bfloat16
     assert [one.name for one in driver.launched] == ["scaled", "quantized"]
     params = driver.last("quantized")[1]
@@ -104,10 +104,14 @@ def test_calls_find_the_kernels_that_warm_compiles(driver, monkeypatch):
     of_blocks = of_tensors._replace(k_scale=torch.rand(1, 2, 2))
     for causal in (False, True):
         q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.half) for _ in range(3))
-        eight_bit.quantized_forward(q, k, v, Quantization(), Spec(is_causal=causal))
+        eight_bit.quantized_forward(
+            Call.of(q, k, v, Spec(is_causal=causal), quantization=Quantization())
+        )
         eight = [x.to(E4M3) for x in (q, k, v)]
         for scales in (of_tensors, of_blocks):
-            eight_bit.quantized_forward(*eight, scales, Spec(is_causal=causal))
+            eight_bit.quantized_forward(
+                Call.of(*eight, Spec(is_causal=causal), quantization=scales)
+            )
     assert warmed == used
 
 
@@ -117,7 +121,7 @@ def test_calls_find_the_kernels_that_warm_compiles(driver, monkeypatch):
 def test_the_mean_is_subtracted_unless_it_would_matter(driver, softcap, smooth, has_offset):
     q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(3))
     how = Quantization(smooth_key=smooth)
-    eight_bit.quantized_forward(q, k, v, how, Spec(softcap=softcap))
+    eight_bit.quantized_forward(Call.of(q, k, v, Spec(softcap=softcap), quantization=how))
     words = struct.unpack_from("<15Q", driver.last("quantize")[1])
     found = struct.unpack_from("<7Q", driver.last("quantized")[1], 384)
     assert bool(found[5]) == bool(words[10]) == bool(has_offset)
@@ -136,7 +140,7 @@ def test_the_offset_is_computed_for_lse_and_sinks_only(driver):
 def test_results_of_a_call_do_not_overlap(driver):
     shapes = (1, 2, 33, 80), (1, 1, 65, 80), (1, 1, 65, 40)
     tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
-    quantizer = eight_bit.Quantizer(Geometry.of(*tensors, Spec()), True, True, False)
+    quantizer = eight_bit.Quantizer(Geometry.of(Call.of(*tensors)), True, True, False)
     found, memory = quantizer.run(*tensors, Operands(), 0, True)
     sizes = 2 * 33 * 80, 65 * 80, 40 * 128, 4 * 66, 4 * 2, 4 * 40, 4 * 66, 4 * 80, 4
     spans = sorted((at, at + size) for at, size in zip(found, sizes))

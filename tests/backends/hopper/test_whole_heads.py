@@ -6,6 +6,7 @@ import torch
 from fa_ops.backends.hopper import backward, configs
 from fa_ops.backends.hopper.backward import prefers_own_row_sums, prefers_whole_heads
 from fa_ops.backends.hopper.kernel_plan import UNBOUNDED
+from fa_ops.call.call import Call, Saved, attention_call
 from fa_ops.call.options import Spec
 from tests.backends.hopper.test_backward_host import driver, of_params, tensors  # noqa: F401
 
@@ -87,7 +88,7 @@ def test_a_call(driver, D, deterministic, alone, monkeypatch):  # noqa: F811
     backward._plan.cache_clear()
     g, q, k, v, out, lse = tensors(4, 4, 2, 200, 300, D)
     spec = Spec(is_causal=True, deterministic=deterministic)
-    backward.backward(g, None, q, k, v, out, lse, spec)
+    backward.backward(Call.of(q, k, v, spec, saved=Saved(g, None, out, lse)))
     grid, products = driver.last("backward")
     found = of_params(products)
     assert grid == (4, 1)  # of 8 heads of keys on 4 processors
@@ -100,6 +101,11 @@ def test_a_call(driver, D, deterministic, alone, monkeypatch):  # noqa: F811
     backward._plan.cache_clear()
 
 
+def plan_of(q, sequences=None, **options):
+    call = attention_call(q, q, q, saved=Saved(q, None, q, q), **options)
+    return backward.plan_of(call, (q.stride(),) * 3, sequences=sequences)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"softcap": 30.0}, {"dropout_p": 0.1}, {"window_right": 5, "is_causal": True}],
@@ -107,19 +113,16 @@ def test_a_call(driver, D, deterministic, alone, monkeypatch):  # noqa: F811
 )
 def test_calls_with_options(driver, options):  # noqa: F811
     q = torch.zeros(1, 4, 200, 64, dtype=torch.bfloat16)
-    plan = backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(**options))
-    assert plan.config.whole_heads == ("is_causal" in options)
+    assert plan_of(q, **options).config.whole_heads == ("is_causal" in options)
 
 
 def test_packed_sequences_lengths_and_slopes(driver):  # noqa: F811
     q = torch.zeros(1, 4, 200, 64, dtype=torch.bfloat16)
     ranges, lens = torch.zeros(1, 1, 200, 2).int(), torch.ones(1).int()
-    args = (q,) * 5, (q.stride(),) * 3
-    assert not backward.plan_of(*args, Spec(key_ranges=ranges), None, 2).config.whole_heads
-    assert not backward.plan_of(*args, Spec(kv_lens=lens)).config.whole_heads
-    slopes = torch.ones(4)
-    assert not backward.plan_of(*args, Spec(alibi_slopes=slopes)).config.whole_heads
-    assert backward.plan_of(*args, Spec()).config.whole_heads
+    assert not plan_of(q, 2, key_ranges=ranges).config.whole_heads
+    assert not plan_of(q, kv_lens=lens).config.whole_heads
+    assert not plan_of(q, alibi_slopes=torch.ones(4)).config.whole_heads
+    assert plan_of(q).config.whole_heads
 
 
 def test_calls_whose_shared_memory_holds_one_slot_of_keys():

@@ -8,7 +8,7 @@ import torch
 
 from fa_ops.backends import reference
 from fa_ops.backends.hopper import backward
-from fa_ops.call.call import Call
+from fa_ops.call.call import Call, Saved
 from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import Arena, Case, PackedCase, assert_right, random_case
 from tests.gpu import hopper_calls
@@ -107,7 +107,9 @@ def gradients_by(q, k, v, grad_out, spec, grad_lse=None, poison=None, kept=None)
     if poison in ("key", "query"):
         lse[kept] = math.nan
     out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    return hopper_calls.backward(grad_out, grad_lse, q, k, v, out, lse.float().contiguous(), spec)
+    return hopper_calls.backward(
+        Call.of(q, k, v, spec, saved=Saved(grad_out, grad_lse, out, lse.float().contiguous()))
+    )
 
 
 @pytest.mark.parametrize("processors", [None, 1])  # groups of query heads are divided, or not
@@ -198,7 +200,9 @@ def test_sequences(D, deterministic, operand, feature):
 
     def solve():
         q, k, v, grad_out = tensors
-        return hopper_calls.varlen_backward(grad_out, None, q, k, v, out, lse, packing, spec)
+        return hopper_calls.varlen_backward(
+            Call.of(q, k, v, spec, packing=packing, saved=Saved(grad_out, None, out, lse))
+        )
 
     clean = solve()
     for token in (bad.start + 60, 2, T - 2):
@@ -220,7 +224,7 @@ def test_nan_in_all_rows_is_not_much_slower():
         for _ in range(2):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            grads = hopper_calls.backward(out, None, q, q, q, out, lse, spec)
+            grads = hopper_calls.backward(Call.of(q, q, q, spec, saved=Saved(out, None, out, lse)))
             end.record()
             torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
@@ -468,10 +472,11 @@ def test_bits_repeat(D):
         is_causal=True, deterministic=True,
     )  # fmt: skip
     q, k, v, spec = case.fresh()
-    out, lse = hopper_calls.forward(q, k, v, spec)
+    out, lse = hopper_calls.forward(Call.of(q, k, v, spec))
     grad = torch.randn_like(out)
     first, *more = (
-        hopper_calls.backward(grad, None, q, k, v, out, lse, spec)[:3] for _ in range(5)
+        hopper_calls.backward(Call.of(q, k, v, spec, saved=Saved(grad, None, out, lse)))[:3]
+        for _ in range(5)
     )
     for again in more:
         assert all(torch.equal(x, y) for x, y in zip(first, again))

@@ -282,7 +282,9 @@ READS = {"rotary": 0, "fp8": False, "new": 0, "num_splits": 0, "batch_invariant"
 
 def check(case):
     inputs = case.fresh()
-    assert hopper.cache_error(*inputs) is None and hopper._cache_module(*inputs[:4]) is forward
+    q, k, v, cache, spec = inputs
+    call = Call.of(q, k, v, spec, cache=cache)
+    assert hopper.cache_error(call) is None and hopper._cache_module(call) is forward
     assert_cache_close(case, "hopper")
 
 
@@ -332,7 +334,9 @@ def test_keys_in_missing_pages_are_masked_out(D, page_size, is_causal):
     ).fresh()  # fmt: skip
     table = cache.page_table.clone()
     table[0, 1], table[0, 3], table[1, 2:5] = -1, 10**6, -(10**6)
-    out, lse = hopper_calls.cache_forward(q, k, v, cache._replace(page_table=table), spec)
+    out, lse = hopper_calls.cache_forward(
+        Call.of(q, k, v, spec, cache=cache._replace(page_table=table))
+    )
     keys = torch.arange(table.shape[1] * page_size, device="cuda")
     exists = (table >= 0) & (table < len(k))
     visible = exists[:, keys // page_size] & (keys < spec.kv_lens[:, None])
@@ -354,10 +358,10 @@ def test_one_cuda_graph_serves_prompts_of_every_length():
     pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
     cache = cache._replace(page_table=pages.view_as(cache.page_table))
     k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
-    hopper_calls.cache_forward(q, k, v, cache, spec)
+    hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper_calls.cache_forward(q, k, v, cache, spec)
+        captured = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
     for step in range(4):
         q.normal_()
         spec.kv_lens.random_(0, 2000)

@@ -17,8 +17,13 @@ from tests.kernels import relative_error
 HALVES = (torch.bfloat16, torch.float16)
 
 
+def cache_call(case):
+    q, k, v, cache, spec = case.fresh()
+    return Call.of(q, k, v, spec, cache=cache)
+
+
 def check(case):
-    reason = hopper.cache_error(*case.fresh())
+    reason = hopper.cache_error(cache_call(case))
     if reason:
         pytest.skip(reason)
     assert_cache_close(case, "hopper")
@@ -62,7 +67,7 @@ def test_head_dims_of_e4m3(dtype, dims, page_size, scales):
         D=dims[0], Dv=dims[1], S=1700, dtype=dtype, device="cuda", Sq=2, is_causal=True, fp8=True,
         page_size=page_size, page_scales=scales == "page", token_scales=scales == "token",
     )  # fmt: skip
-    assert hopper.cache_error(*case.fresh()) is None
+    assert hopper.cache_error(cache_call(case)) is None
     assert_cache_close(case, "hopper")
 
 
@@ -106,7 +111,7 @@ def test_scales_that_differ_by_powers(page_size, token_scales):
     each[1::7] = 0
     for v_scale in (scale, scale * 2.0**-60, torch.zeros_like(scale)):
         own = cache._replace(v_scale=v_scale)
-        out, lse = hopper_calls.cache_forward(q, k, v, own, spec)
+        out, lse = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=own))
         expected, expected_lse = reference.cached(Call.of(q, k, v, spec, cache=own))
         unit = expected.abs().amax((-1, -2), keepdim=True).clamp(min=1e-25)
         assert ((out.double() - expected).abs() / unit).max() < 2e-2
@@ -122,7 +127,7 @@ def test_one_scale_alone(scales, page_size):
     )  # fmt: skip
     q, k, v, cache, spec = case.fresh()
     cache = cache._replace(**{"v_scale" if scales == "key" else "k_scale": None})
-    out, _ = hopper_calls.cache_forward(q, k, v, cache, spec)
+    out, _ = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
     expected, _ = reference.cached(Call.of(q, k, v, spec, cache=cache))
     assert relative_error(out, expected) < 1e-2
 
@@ -191,11 +196,11 @@ def test_one_cuda_graph_serves_every_length():
     pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
     cache = cache._replace(page_table=pages.view_as(cache.page_table))
     k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
-    hopper_calls.cache_forward(q, k, v, cache, spec)
+    hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper_calls.cache_forward(q, k, v, cache, spec)
-        repeated = hopper_calls.cache_forward(q, k, v, cache, spec)
+        captured = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
+        repeated = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
     for step in range(8):
         q.normal_()
         spec.kv_lens.random_(0, 9000)
@@ -223,7 +228,7 @@ def test_dense_calls(B, S):
     """The host knows the lengths, and thus whether results of parts must be merged."""
     q = torch.randn(B, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(B, 2, S, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    out, lse = hopper_calls.forward(q, k, v, Spec())
+    out, lse = hopper_calls.forward(Call.of(q, k, v, Spec()))
     expected = reference.dense(Call.of(q.double(), k.double(), v.double(), Spec()))
     assert relative_error(out, expected[0]) < 1e-2
     torch.testing.assert_close(lse.double(), expected[1].double(), atol=2e-4, rtol=1e-5)
@@ -240,13 +245,15 @@ def test_lengths_written_by_the_preceding_kernel():
     for n in lengths:
         torch.cuda.synchronize()
         expected.append(
-            hopper_calls.cache_forward(q, k, v, Cache(), spec._replace(kv_lens=n.clone()))
+            hopper_calls.cache_forward(
+                Call.of(q, k, v, spec._replace(kv_lens=n.clone()), cache=Cache())
+            )
         )
     torch.cuda.synchronize()
     results = []
     for n in lengths:
         spec.kv_lens.copy_(n)
-        results.append(hopper_calls.cache_forward(q, k, v, Cache(), spec))
+        results.append(hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=Cache())))
     for result, one in zip(results, expected):
         assert all(torch.equal(a, b) for a, b in zip(result, one))
 
@@ -256,12 +263,12 @@ def test_concurrent_streams_give_equal_results():
         B=5, Hq=8, S=9000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         lens=(9000, 1, 0, 5000, 4097),
     ).fresh()  # fmt: skip
-    expected = hopper_calls.cache_forward(q, k, v, Cache(), spec)
+    expected = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=Cache()))
     streams, results = [torch.cuda.Stream() for _ in range(2)], []
     torch.cuda.synchronize()
     for step in range(200):
         with torch.cuda.stream(streams[step % 2]):
-            results.append(hopper_calls.cache_forward(q, k, v, Cache(), spec))
+            results.append(hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=Cache())))
     torch.cuda.synchronize()
     for result in results:
         assert all(torch.equal(a, b) for a, b in zip(expected, result))
@@ -276,8 +283,10 @@ def test_earlier_contents_of_shared_memory_have_no_effect(group):
     results = []
     for value in (0.0, 100.0, -1e4, float("nan")):
         filler.fill_(value)
-        hopper_calls.forward(filler, filler, filler, Spec())  # fills shared memory with the value
-        results.append(hopper_calls.cache_forward(q, k, v, Cache(), spec))
+        hopper_calls.forward(
+            Call.of(filler, filler, filler, Spec())
+        )  # fills shared memory with the value
+        results.append(hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=Cache())))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result))
 
@@ -307,7 +316,7 @@ def test_public_functions_select_the_kernel():
 
 
 def check_small_pages(case):
-    assert hopper.cache_error(*case.fresh()) is None
+    assert hopper.cache_error(cache_call(case)) is None
     assert_cache_close(case, "hopper")
 
 
@@ -351,7 +360,7 @@ def test_random_small_pages(seed):
         Sq=(1, 1, 2, 4)[seed % 4], page_scales=False, token_scales=False,
         D=(64, 128, 256)[seed % 3], Dv=(64, 128, 256)[seed % 3],
     )  # fmt: skip
-    reason = hopper.cache_error(*case.fresh())
+    reason = hopper.cache_error(cache_call(case))
     if reason:
         pytest.skip(reason)
     assert_cache_close(dataclasses.replace(case, S=case.S * (1 + seed % 19)), "hopper")
@@ -364,9 +373,9 @@ def test_keys_and_values_that_are_interleaved(page_size):
         B=4, Hq=32, Hkv=8, S=3000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         page_size=page_size,
     ).fresh()  # fmt: skip
-    expected = hopper_calls.cache_forward(q, k, v, cache, spec)
+    expected = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
     both = torch.stack((k, v), 1)
-    found = hopper_calls.cache_forward(q, both[:, 0], both[:, 1], cache, spec)
+    found = hopper_calls.cache_forward(Call.of(q, both[:, 0], both[:, 1], spec, cache=cache))
     assert all(map(torch.equal, expected, found))
 
 
@@ -381,10 +390,12 @@ def test_results_are_those_of_large_pages(page_size):
     case = CacheCase(B=B, dtype=torch.bfloat16, device="cuda", page_size=64, lens=(S,) * B, S=S)
     *_, cache, spec = case.fresh()
     cache = cache._replace(page_table=table.int())
-    expected = hopper_calls.cache_forward(q, k, v, cache, spec)
+    expected = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
     parts = 64 // page_size
     small = (table[..., None] * parts + torch.arange(parts, device="cuda")).flatten(1).int()
     k, v = (x.view(-1, page_size, Hkv, D) for x in (k, v))
-    found = hopper_calls.cache_forward(q, k, v, cache._replace(page_table=small), spec)
+    found = hopper_calls.cache_forward(
+        Call.of(q, k, v, spec, cache=cache._replace(page_table=small))
+    )
     assert relative_error(found[0], expected[0]) < 1e-3
     torch.testing.assert_close(found[1], expected[1])

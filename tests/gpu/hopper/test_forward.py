@@ -229,7 +229,7 @@ def test_dense(D, keys, options, dtype):
     q, k, v = _problem(D, dtype, keys)
     spec = Spec(**OPTIONS[options])
     exact = reference.forward(Call.of(q.double(), k.double(), v.double(), spec))
-    _assert_close(hopper_calls.forward(q, k, v, spec), exact, dtype)
+    _assert_close(hopper_calls.forward(Call.of(q, k, v, spec)), exact, dtype)
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -241,7 +241,9 @@ def test_packed(D, keys):
     exact = reference.varlen_forward(
         Call.of(q.double(), k.double(), v.double(), spec, packing=packing)
     )
-    _assert_close(hopper_calls.varlen_forward(q, k, v, packing, spec), exact, torch.bfloat16)
+    _assert_close(
+        hopper_calls.varlen_forward(Call.of(q, k, v, spec, packing=packing)), exact, torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -249,10 +251,10 @@ def test_nan_and_inf_affect_only_rows_that_attend_them(value):
     """NaN in a query affects its row; NaN in a key affects the queries that attend it."""
     q, k, v = _problem(128, torch.bfloat16, "unchanged")
     spec = Spec(is_causal=True)
-    clean, _ = hopper_calls.forward(q, k, v, spec)
+    clean, _ = hopper_calls.forward(Call.of(q, k, v, spec))
     q[0, 0, 700, 5] = value
     k[0, 0, 900, 7] = value
-    out, _ = hopper_calls.forward(q, k, v, spec)
+    out, _ = hopper_calls.forward(Call.of(q, k, v, spec))
     exact, _ = reference.forward(Call.of(q.double(), k.double(), v.double(), spec))
     assert torch.equal(out.isnan(), exact.isnan()) and 102 > exact.isnan().any(-1).sum() > 1
     torch.testing.assert_close(out, exact.to(out.dtype), atol=2e-2, rtol=2e-2, equal_nan=True)
@@ -298,10 +300,14 @@ def test_groups_in_parts(Hq, Hkv):
 
 def test_gradients_repeat_bitwise():
     q, k, v = (torch.randn(2, 4, 1024, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out, lse = hopper_calls.forward(q, k, v, Spec(is_causal=True))
-    first = hopper_calls.backward(q, None, q, k, v, out, lse, Spec(is_causal=True))
+    out, lse = hopper_calls.forward(Call.of(q, k, v, Spec(is_causal=True)))
+    first = hopper_calls.backward(
+        Call.of(q, k, v, Spec(is_causal=True), saved=Saved(q, None, out, lse))
+    )
     for _ in range(20):
-        again = hopper_calls.backward(q, None, q, k, v, out, lse, Spec(is_causal=True))
+        again = hopper_calls.backward(
+            Call.of(q, k, v, Spec(is_causal=True), saved=Saved(q, None, out, lse))
+        )
         assert all(map(torch.equal, again[:3], first[:3]))
 
 
@@ -311,8 +317,10 @@ def test_a_nan_reaches_only_gradients_of_what_attends_it():
     grad_out = torch.randn_like(q)
     k[:, :, 250], v[:, :, 260] = float("nan"), float("inf")
     spec = Spec(is_causal=True)
-    out, lse = hopper_calls.forward(q, k, v, spec)
-    dq, dk, dv = hopper_calls.backward(grad_out, None, q, k, v, out, lse, spec)[:3]
+    out, lse = hopper_calls.forward(Call.of(q, k, v, spec))
+    dq, dk, dv = hopper_calls.backward(
+        Call.of(q, k, v, spec, saved=Saved(grad_out, None, out, lse))
+    )[:3]
     inputs = (x[:, :, :250].cpu() for x in (grad_out, q, k, v, out))
     grad_out, q, k, v, out = inputs
     expected = reference.backward(
@@ -326,7 +334,7 @@ def test_an_infinity_changes_only_rows_that_attend_it():
     q, k, v, _ = Case(**WIDE, Sq=300, Sk=300).fresh()
     v[:, :, 250] = float("inf")
     spec = Spec(is_causal=True)
-    out, _ = hopper_calls.forward(q, k, v, spec)
+    out, _ = hopper_calls.forward(Call.of(q, k, v, spec))
     expected = reference.forward(Call.of(q.cpu(), k.cpu(), v.cpu(), spec))[0][:, :, :250]
     assert (out[:, :, :250].cpu().float() - expected.float()).abs().max() < 2e-2
 

@@ -86,12 +86,12 @@ def test_groups(group, Sq):
 @pytest.mark.parametrize("offset", [1, 4])
 def test_unaligned_addresses(offset):
     q, k, v, cache, spec = CacheCase(D=64, Dv=64, dtype=torch.bfloat16, device="cuda").fresh()
-    expected = decode.cache_forward(q, k, v, cache, spec)[0]
+    expected = decode.cache_forward(Call.of(q, k, v, spec, cache=cache))[0]
     shifted = [
         torch.cat([x.contiguous().flatten()[:offset], x.contiguous().flatten()])[offset:].view_as(x)
         for x in (q, k, v)
     ]
-    out = decode.cache_forward(*shifted, cache, spec)[0]
+    out = decode.cache_forward(Call.of(*shifted, spec, cache=cache))[0]
     assert relative_error(out, expected) < 1e-2
 
 
@@ -114,10 +114,10 @@ def test_one_cuda_graph_serves_every_length():
     pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
     cache = cache._replace(page_table=pages.view_as(cache.page_table))
     k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
-    decode.cache_forward(q, k, v, cache, spec)
+    decode.cache_forward(Call.of(q, k, v, spec, cache=cache))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = decode.cache_forward(q, k, v, cache, spec)
+        captured = decode.cache_forward(Call.of(q, k, v, spec, cache=cache))
     for step in range(5):
         q.normal_()
         cache.key.normal_()
@@ -133,7 +133,7 @@ def test_results_are_repeatable_and_batch_invariant():
         lens=(9000, 1, 0, 5000, 4097),
     )  # fmt: skip
     q, k, v, _, spec = case.fresh()
-    first, second = (decode.cache_forward(q, k, v, Cache(), spec) for _ in range(2))
+    first, second = (decode.cache_forward(Call.of(q, k, v, spec, cache=Cache())) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     together = assert_batch_invariant(decode, case)
     assert relative_error(together[0], first[0]) < 1e-2
@@ -147,7 +147,7 @@ def test_batches(B, Hkv):
         B=B, Hq=4 * Hkv, Hkv=Hkv, S=331, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
         lens=lens,
     ).fresh()  # fmt: skip
-    out, lse = decode.cache_forward(q, k, v, cache, spec)
+    out, lse = decode.cache_forward(Call.of(q, k, v, spec, cache=cache))
     clean = (x.nan_to_num(0.0).double() for x in (k, v))
     expected, expected_lse = reference.dense(Call.of(q.double(), *clean, spec))
     assert relative_error(out, expected) < 1e-2
@@ -166,7 +166,11 @@ def test_concurrent_streams():
     for _ in range(20):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[n].append(decode.cache_forward(*problems[n])[0])
+                results[n].append(
+                    decode.cache_forward(
+                        Call.of(*problems[n][:3], problems[n][4], cache=problems[n][3])
+                    )[0]
+                )
     torch.cuda.synchronize()
     assert all(torch.equal(x, expected[n]) for n in range(2) for x in results[n])
 
