@@ -12,50 +12,51 @@ from torch import Tensor
 from fa_ops.call import cache_memory, checks
 from fa_ops.call.call import Call
 from fa_ops.call.checks import FP8, need
-from fa_ops.call.options import Cache, Operands, Packing, Spec
+from fa_ops.call.options import Operands
 
 NAMES = "key_cache", "value_cache"
 
 
-def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool = False) -> None:
-    """Raise ValueError or TypeError unless the arguments make a legal call.
+def cached(call: Call, real: bool = False) -> None:
+    """Raise ValueError or TypeError unless a call over a cache is legal.
 
     `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
-    checks.given(query=q, key_cache=k, value_cache=v, kv_lens=spec.kv_lens)
-    dims = "(B, Hkv, S, D)" if cache.page_table is None else checks.PAGES_LAYOUT
+    (q, k, v), tensors, o = call[:3], call.operands, call.options
+    checks.given(query=q, key_cache=k, value_cache=v, kv_lens=tensors.kv_lens)
+    dims = checks.PAGES_LAYOUT if call.is_paged else "(B, Hkv, S, D)"
     for name, t, layout in (
         ("query", q, checks.LAYOUT), ("key_cache", k, dims), ("value_cache", v, dims)
     ):  # fmt: skip
         checks.rank(name, t, layout)
         checks.same_device(q, name, t)
     _dtypes(q, k, v)
-    (B, Hq, *_), Hkv = q.shape, k.shape[1 if cache.page_table is None else 2]
-    _cache_shapes(q, k, v, cache)
-    _new(q, v, cache, B, Hkv)
-    _scales(q, k, cache, B, Hkv)
-    rotary(q, cache.rotary_cos, cache.rotary_sin)
-    _unified_max(q, cache.unified_max, Hq)
-    need(cache.num_splits >= 0, "num_splits must not be negative, got {}: 0 chooses from shapes",
-         cache.num_splits)  # fmt: skip
-    both = cache.batch_invariant and cache.num_splits > 0
+    (B, Hq, *_), Hkv = q.shape, k.shape[2 if call.is_paged else 1]
+    _cache_shapes(q, k, v, tensors.page_table)
+    _new(q, v, tensors, B, Hkv)
+    _scales(q, k, tensors, B, Hkv)
+    rotary(q, tensors.rotary_cos, tensors.rotary_sin)
+    _unified_max(q, tensors.unified_max, Hq)
+    need(o.num_splits >= 0, "num_splits must not be negative, got {}: 0 chooses from shapes",
+         o.num_splits)  # fmt: skip
+    both = o.batch_invariant and o.num_splits > 0
     need(not both, "batch_invariant fixes the length of a split: num_splits must be 0, got {}",
-         cache.num_splits)  # fmt: skip
-    checks.options(q, spec, B, Hq)
-    if spec.key_ranges is not None:
-        _key_ranges(q, spec.key_ranges, B)
+         o.num_splits)  # fmt: skip
+    checks.options(call, B)
+    if tensors.key_ranges is not None:
+        _key_ranges(q, tensors.key_ranges, B)
     if not real:
         return
     checks.contiguous_rows(query=q, key_cache=k, value_cache=v)
-    if cache.key is not None:
-        checks.contiguous_rows(key=cache.key, value=cache.value)
+    if tensors.new_key is not None:
+        checks.contiguous_rows(key=tensors.new_key, value=tensors.new_value)
         for name, t in (("key_cache", k), ("value_cache", v)):
             message = (
                 "{} is written to, so no two of its elements may share memory, got strides {}: "
                 "pass {}.contiguous()"
             )
             need(not cache_memory.has_overlaps(t), message, name, t.stride(), name)
-        cache_memory.check(k, v, Call.of(q, k, v, spec, cache=cache).operands)
+        cache_memory.check(k, v, tensors)
 
 
 def pages(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> None:
@@ -69,14 +70,15 @@ def pages(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> No
     _page_shapes(q, k, v, names)
 
 
-def paged(q: Tensor, k: Tensor, v: Tensor, packing: Packing, cache: Cache, spec: Spec) -> None:
-    """Raise ValueError or TypeError unless the arguments make a legal call of packed queries over
-    pages, in addition to what `functions.varlen` has checked."""
-    sequences = cache.page_table.shape[0]
-    pages(q, k, v, ("key", "value"))
-    checks.integers(q, "cu_seqlens_q", packing.cu_seqlens_q)
-    checks.has_shape("cu_seqlens_q", packing.cu_seqlens_q, (sequences + 1,))
-    checks.options(q, spec, sequences, q.shape[1])
+def paged(call: Call) -> None:
+    """Raise ValueError or TypeError unless a call of packed queries over pages is legal, in
+    addition to what `functions.varlen` has checked."""
+    q, tensors = call.query, call.operands
+    sequences = tensors.page_table.shape[0]
+    pages(q, call.key, call.value, ("key", "value"))
+    checks.integers(q, "cu_seqlens_q", tensors.cu_seqlens_q)
+    checks.has_shape("cu_seqlens_q", tensors.cu_seqlens_q, (sequences + 1,))
+    checks.options(call, sequences)
 
 
 def _dtypes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> None:
@@ -90,14 +92,13 @@ def _dtypes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> 
     )  # fmt: skip
 
 
-def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
+def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> None:
     B, Hq, _, D = q.shape
-    if cache.page_table is None:
+    if table is None:
         (Bk, Hkv, S, Dk), (Bv, Hv, Sv, _) = k.shape, v.shape
         checks.batches_and_lengths(B, (Bk, S), (Bv, Sv), NAMES)
         checks.heads(Hq, Hkv, Hv, D, Dk, *NAMES)
         return
-    table = cache.page_table
     checks.integers(q, "page_table", table)
     need(table.dim() == 2, "page_table must have shape (B, max_pages), got {}: it has a row of "
          "pages for each sequence", table.shape)  # fmt: skip
@@ -117,9 +118,9 @@ def _page_shapes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str]) -> Non
     checks.heads(q.shape[1], Hkv, Hv, q.shape[-1], Dk, *names, layout=checks.PAGES_LAYOUT)
 
 
-def _new(q: Tensor, v: Tensor, cache: Cache, B, Hkv) -> None:
+def _new(q: Tensor, v: Tensor, tensors: Operands, B, Hkv) -> None:
     """The new keys and values."""
-    key, value = cache.key, cache.value
+    key, value = tensors.new_key, tensors.new_value
     if key is None and value is None:
         return
     checks.given(key=key, value=value)
@@ -130,16 +131,16 @@ def _new(q: Tensor, v: Tensor, cache: Cache, B, Hkv) -> None:
         checks.has_shape(name, t, (B, Hkv, Sn, width) if Sn != -1 else (B, Hkv, "Sn", width))
 
 
-def _scales(q: Tensor, k: Tensor, cache: Cache, B, Hkv) -> None:
+def _scales(q: Tensor, k: Tensor, tensors: Operands, B, Hkv) -> None:
     shapes = []
-    for name, t in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+    for name, t in (("k_scale", tensors.k_scale), ("v_scale", tensors.v_scale)):
         if t is not None:
             need(k.dtype == FP8, "{0} is for caches in float8_e4m3fn, but key_cache is {1}: pass "
                  "{0}=None", name, k.dtype)  # fmt: skip
             checks.same_device(q, name, t)
             checks.has_dtype(name, t, torch.float32)
             expected: tuple[int, ...] = B, Hkv
-            if t.dim() == 3 and cache.page_table is None:
+            if t.dim() == 3 and tensors.page_table is None:
                 expected = B, Hkv, k.shape[2]
             elif t.dim() == 3:
                 expected = k.shape[0], 1 if t.shape[1] == 1 else k.shape[1], Hkv

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import backend_option
-from fa_ops.call.call import Saved
-from fa_ops.call.options import Operands, Packing, Spec, dtype_name, mask_blocks_shape
+from fa_ops.call.call import Call, Saved
+from fa_ops.call.options import NO_OPERANDS, Operands, dtype_name, mask_blocks_shape
 
 LAYOUT = "(B, H, S, D)"
 PACKED_LAYOUT = "(T, H, D)"
@@ -60,11 +60,12 @@ def _plain(value: object) -> object:
     return dtype_name(value) if isinstance(value, torch.dtype) else value
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> None:
-    """Raise ValueError or TypeError unless q, k, v and the spec make a legal call.
+def dense(call: Call, real: bool = False) -> None:
+    """Raise ValueError or TypeError unless a dense call is legal.
 
     `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
+    (q, k, v), tensors = call[:3], call.operands
     if not (real and _obviously_fit(q, k, v)):
         _inputs(q, k, v, LAYOUT)
         B, Hq, _, D = q.shape
@@ -74,16 +75,16 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> No
         heads(Hq, Hkv, Hv, D, Dk)
         if real:
             contiguous_rows(query=q, key=k, value=v)
-    if _is_plain(spec):
+    if _is_plain(call):
         return
     B, Hq, Sq, _ = q.shape
-    options(q, spec, B, Hq, Sq)
-    if spec.attn_mask is not None:
-        _mask(q, spec, (B, Hq, Sq, k.shape[2]))
-    if spec.mask_blocks is not None:
-        _mask_blocks(q, spec, B, Hq)
-    if spec.key_ranges is not None:
-        key_ranges(q, spec.key_ranges, B, Hq, Sq)
+    options(call, B, Sq)
+    if tensors.attn_mask is not None:
+        _mask(q, tensors, (B, Hq, Sq, k.shape[2]))
+    if tensors.mask_blocks is not None:
+        _mask_blocks(q, tensors, B, Hq)
+    if tensors.key_ranges is not None:
+        key_ranges(q, tensors.key_ranges, B, Hq, Sq)
 
 
 def _obviously_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -101,10 +102,9 @@ def _obviously_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def packed(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec, real: bool = False
-) -> None:
+def packed(call: Call, real: bool = False) -> None:
     """The same for packed sequences."""
+    q, k, v = call[:3]
     _inputs(q, k, v, PACKED_LAYOUT)
     _, Hq, D = q.shape
     Tk, Hkv, Dk = k.shape
@@ -113,7 +113,8 @@ def packed(
     heads(Hq, Hkv, Hv, D, Dk, layout=PACKED_LAYOUT)
     if real:
         contiguous_rows(query=q, key=k, value=v)
-    cu_q, cu_k, max_q, max_k = packing
+    cu_q, cu_k = call.operands.cu_seqlens_q, call.operands.cu_seqlens_k
+    max_q, max_k = call.options.max_seqlen_q, call.options.max_seqlen_k
     for name, cu_seqlens in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         integers(q, name, cu_seqlens)
         borders(name, cu_seqlens)
@@ -127,8 +128,8 @@ def packed(
     for name, longest in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
         if longest is not None:
             bound(name, longest)
-    if not _is_plain(spec):
-        options(q, spec, cu_q.shape[0] - 1, Hq)
+    if not _is_plain(call):
+        options(call, cu_q.shape[0] - 1)
 
 
 def values(
@@ -212,9 +213,8 @@ def saved(q: Tensor, v: Tensor, tensors: Saved) -> None:
             has_shape(name, t, tuple(shape))
 
 
-def mask_grad(spec: Spec) -> None:
+def mask_grad(mask: Tensor | None) -> None:
     """Raise ValueError unless attn_mask can have a gradient."""
-    mask = spec.attn_mask
     ok = mask is not None and mask.dtype.is_floating_point
     need(ok, "mask_grad needs a floating point attn_mask, got {}: pass mask_grad=False",
          None if mask is None else mask.dtype)  # fmt: skip
@@ -260,25 +260,18 @@ def contiguous_rows(**tensors: Tensor) -> None:
             )
 
 
-def _is_plain(spec: Spec) -> bool:
-    """Whether no option is given that could be wrong.
+def _is_plain(call: Call) -> bool:
+    """Whether no option is given that could be wrong, and no tensor but borders of sequences.
 
     By identity: comparing tuples would compare each tensor with None, which takes 15 us.
     """
+    t, o = call.operands, call.options
     return (
-        spec.alibi_slopes is None
-        and spec.sinks is None
-        and spec.kv_lens is None
-        and spec.key_ranges is None
-        and spec.dropout_seed is None
-        and spec.attn_mask is None
-        and spec.mask_blocks is None
-        and spec.scale is None
-        and spec.backend is None
-        and spec.window_left == -1
-        and spec.window_right == -1
-        and spec.softcap == 0.0
-        and spec.dropout_p == 0.0
+        (t is NO_OPERANDS or t.attn_mask is t.alibi_slopes is t.sinks is t.kv_lens is None)
+        and t.key_ranges is t.dropout_seed is t.mask_blocks is None
+        and o.scale is o.backend is None
+        and o.window_left == o.window_right == -1
+        and o.softcap == o.dropout_p == 0.0
     )
 
 
@@ -352,12 +345,13 @@ def heads(Hq, Hkv, Hv, D, Dk, key: str = "key", value: str = "value", layout: st
     need(Hq % Hkv == 0 and Hq >= 1, message, key, Hkv, Hq, of)
 
 
-def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:
+def options(call: Call, B, rows: int | None = None) -> None:
     """Raise ValueError or TypeError unless all options but attn_mask and key_ranges are legal.
 
-    `rows`: queries of a dense call.
+    `B`: rows of the batch, or sequences; `rows`: queries of a dense call.
     """
-    p, seed, softcap = spec.dropout_p, spec.dropout_seed, spec.softcap
+    q, tensors, o, Hq = call.query, call.operands, call.options, call.query.shape[1]
+    p, seed, softcap = o.dropout_p, tensors.dropout_seed, o.softcap
     need(0.0 <= p < 1.0, "dropout_p must be in [0, 1), got {}", p)
     need(
         p == 0 or seed is not None,
@@ -367,17 +361,17 @@ def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:
     if seed is not None:
         _seed(q, seed, None if rows is None else (B, Hq, rows))
     need(
-        spec.scale is None or math.isfinite(spec.scale),
+        o.scale is None or math.isfinite(o.scale),
         "scale must be finite, got {}: None is 1 / sqrt(D)",
-        spec.scale,
+        o.scale,
     )
     need(0.0 <= softcap < math.inf, "softcap must be finite and >= 0 (0 is off), got {}", softcap)
-    for side, size in (("left", spec.window_left), ("right", spec.window_right)):
+    for side, size in (("left", o.window_left), ("right", o.window_right)):
         rule = "the {0} side of window (window_{0}) must be -1 (unbounded) or more, got {1}"
         need(size >= -1, rule, side, size)
-    if spec.backend is not None:
-        backend_option.check_name(spec.backend)
-    slopes, sinks, lens = spec.alibi_slopes, spec.sinks, spec.kv_lens
+    if o.backend is not None:
+        backend_option.check_name(o.backend)
+    slopes, sinks, lens = tensors.alibi_slopes, tensors.sinks, tensors.kv_lens
     if slopes is not None:
         same_device(q, "alibi_slopes", slopes)
         has_dtype("alibi_slopes", slopes, torch.float32)
@@ -390,11 +384,11 @@ def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:
         has_shape("kv_lens", lens, (B,))
 
 
-def _mask(q: Tensor, spec: Spec, full: tuple) -> None:
-    mask = spec.attn_mask
+def _mask(q: Tensor, tensors: Operands, full: tuple) -> None:
+    mask = tensors.attn_mask
     remedy = lambda: _mask_remedy(mask, full)  # noqa: E731
     floats(q, "attn_mask", mask, torch.bool, remedy=remedy)
-    both = mask.dtype == torch.bool and spec.key_ranges is not None
+    both = mask.dtype == torch.bool and tensors.key_ranges is not None
     need(not both, "a bool attn_mask and key_ranges both say which keys are kept: pass one of them")
     broadcastable = "attn_mask must broadcast to (B, Hq, Sq, Sk) = {}, got shape {}{}"
     need(mask.dim() <= 4, broadcastable, full, mask.shape, remedy)
@@ -420,8 +414,8 @@ def _mask_remedy(mask: Tensor, full: tuple) -> str:
     return ": each of its sizes is 1 or that of the scores"
 
 
-def _mask_blocks(q: Tensor, spec: Spec, B, Hq) -> None:
-    mask, blocks = spec.attn_mask, spec.mask_blocks
+def _mask_blocks(q: Tensor, tensors: Operands, B, Hq) -> None:
+    mask, blocks = tensors.attn_mask, tensors.mask_blocks
     need(mask is not None, "mask_blocks describe an attn_mask: pass both or neither")
     integers(q, "mask_blocks", blocks)
     expected = mask_blocks_shape(mask)

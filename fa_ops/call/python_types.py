@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fa_ops.call import backend_option
 from fa_ops.call.call import CACHED, Call, Signature
-from fa_ops.call.options import NO_OPERANDS, Operands, Packing, bounded, dtype_name
+from fa_ops.call.options import NO_OPERANDS, Operands, bounded, dtype_name
 from fa_ops.tracing import can_read, is_compiling, is_differentiated, is_traced_by_dynamo
 
 Window = tuple[int | None, int | None]
@@ -174,15 +174,15 @@ def checked_packing(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-) -> Packing:
-    """The packing of a call, types checked."""
+) -> tuple[Tensor, Tensor, int | None, int | None]:
+    """The borders and longest lengths of packed sequences, types checked."""
     need_tensor("cu_seqlens_q", cu_seqlens_q)
     need_tensor("cu_seqlens_k", cu_seqlens_k)
     if max_seqlen_q is not None:
         max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
     if max_seqlen_k is not None:
         max_seqlen_k = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
-    return Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 
 
 def sides(window: Window | None) -> tuple[int, int]:

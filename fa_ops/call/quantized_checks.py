@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import cache_checks, checks
+from fa_ops.call.call import Call
 from fa_ops.call.checks import FP8, need
-from fa_ops.call.options import SCALE_BLOCK, Operands, Packing, Quantization, Spec
+from fa_ops.call.options import SCALE_BLOCK, Operands
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QK_DTYPES = (torch.int8, FP8)
 
 
-def quantized(
-    q: Tensor, k: Tensor, v: Tensor, quantization: Quantization, spec: Spec, real: bool = False
-) -> None:
-    """Raise ValueError or TypeError unless the arguments make a legal call.
+def quantized(call: Call, real: bool = False) -> None:
+    """Raise ValueError or TypeError unless a call with 8-bit products is legal.
 
     `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
+    (q, k, v), tensors, dtype = call[:3], call.operands, call.options.qk_dtype
     checks.given(query=q, key=k, value=v)
     for name, t in (("query", q), ("key", k), ("value", v)):
         checks.rank(name, t, checks.LAYOUT)
@@ -31,28 +31,24 @@ def quantized(
     (B, Hq, Sq, D), (Bk, Hkv, Sk, Dk), (Bv, Hv, Sv, _) = q.shape, k.shape, v.shape
     checks.batches_and_lengths(B, (Bk, Sk), (Bv, Sv))
     checks.heads(Hq, Hkv, Hv, D, Dk)
-    _scales(q, k, v, quantization)
-    dtype = quantization.qk_dtype
+    _scales(q, k, v, tensors)
     need(dtype is None or dtype in QK_DTYPES, "qk_dtype must be int8 or float8_e4m3fn, got {}",
          dtype, error=TypeError)  # fmt: skip
-    checks.options(q, spec, B, Hq)
-    if spec.sinks is not None and spec.sinks.dtype.itemsize == 1:
-        checks.has_dtype("sinks", spec.sinks, torch.float32)
-    if spec.key_ranges is not None:
-        checks.key_ranges(q, spec.key_ranges, B, Hq, Sq)
+    checks.options(call, B)
+    sinks, ranges = tensors.sinks, tensors.key_ranges
+    if sinks is not None and sinks.dtype.itemsize == 1:
+        checks.has_dtype("sinks", sinks, torch.float32)
+    if ranges is not None:
+        checks.key_ranges(q, ranges, B, Hq, Sq)
     if real:
         checks.contiguous_rows(query=q, key=k, value=v)
 
 
-def packed(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, table: Tensor | None,
-    quantization: Quantization, spec: Spec,
-) -> None:  # fmt: skip
-    """Raise ValueError or TypeError unless the arguments make a legal call of packed e4m3 tensors.
-
-    With a page `table`, key and value are pages.
-    """
-    cu_seqlens_q, cu_seqlens_k, *longest = packing
+def packed(call: Call) -> None:
+    """Raise ValueError or TypeError unless a call of packed e4m3 tensors, or of pages, is legal."""
+    (q, k, v), tensors, table = call[:3], call.operands, call.operands.page_table
+    cu_seqlens_q, cu_seqlens_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    longest = call.options.max_seqlen_q, call.options.max_seqlen_k
     keys = checks.PACKED_LAYOUT if table is None else checks.PAGES_LAYOUT
     for name, t, layout in (
         ("query", q, checks.PACKED_LAYOUT),
@@ -81,13 +77,14 @@ def packed(
         need(k.shape[1] > 0, "page_size must be positive, got {}: key is {}", k.shape[1], keys)
     for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest):
         checks.bound(name, most)
-    for name, t, H in zip(quantization._fields, quantization[:3], (Hq, Hkv, Hkv)):
+    for name, H in (("q_scale", Hq), ("k_scale", Hkv), ("v_scale", Hkv)):
+        t = getattr(tensors, name)
         checks.same_device(q, name, t)
         checks.has_dtype(name, t, torch.float32)
         need(t.shape == (B, H) or (t.dim() < 2 and t.numel() == 1),
              "{} must have one element, or shape (B, H) with {} sequences and {} heads, got {}",
              name, B, H, t.shape)  # fmt: skip
-    checks.options(q, spec, B, Hq)
+    checks.options(call, B)
     checks.contiguous_rows(query=q, key=k, value=v)
 
 
@@ -111,10 +108,11 @@ def values(
         cache_checks.values(q, k, v, tensors, "key")
 
 
-def _scales(q: Tensor, k: Tensor, v: Tensor, quantization: Quantization) -> None:
+def _scales(q: Tensor, k: Tensor, v: Tensor, tensors: Operands) -> None:
     """Present exactly where the tensors are 8-bit, in one of their shapes."""
     is_eight_bit, Dv = q.dtype == FP8, v.shape[3]
-    for name, t, of in zip(quantization._fields, quantization[:3], (q, k, v)):
+    for name, of in (("q_scale", q), ("k_scale", k), ("v_scale", v)):
+        t = getattr(tensors, name)
         if t is None:
             need(not is_eight_bit, "query is float8_e4m3fn, which needs {}, got None: pass "
                  "torch.ones(1) for numbers without a scale", name)  # fmt: skip

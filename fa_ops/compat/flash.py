@@ -13,7 +13,7 @@ from fa_ops.backends import rotary
 from fa_ops.backends.dropout import keep_mask
 from fa_ops.call import cache_checks, cache_memory, checks
 from fa_ops.call.checks import FP8
-from fa_ops.call.options import Packing, dtype_name
+from fa_ops.call.options import dtype_name
 from fa_ops.call.python_types import need_int, need_number, need_tensor
 from fa_ops.functions import varlen as varlen_pages
 from fa_ops.functions.kv_cache import attention_with_kv_cache
@@ -167,12 +167,14 @@ def finite_or_empty(lse: Tensor) -> Tensor:
 # A packing has two tensors of boundaries, so what lies between two segments must belong to a
 # sequence too. It has 0 keys, which gives 0 to its queries.
 
+# cu_seqlens of queries and keys, and the lengths of the longest sequences, or None
+Borders = tuple[Tensor, Tensor, int | None, int | None]
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # first query, queries, first key, keys of each
 
 
 def packing_of(
     parts: Parts, longest_q: int | None, longest_k: int | None
-) -> tuple[Packing, Tensor]:
+) -> tuple[Borders, Tensor]:
     """The packing of segments that are in order, and the numbers of keys of its sequences."""
     first_q, queries, first_k, keys = parts
     ends_q, ends_k = (
@@ -182,17 +184,17 @@ def packing_of(
     kv_lens = torch.stack((keys, torch.zeros_like(keys)), -1).flatten()[:-1].int()
     if longest_q is not None and len(kv_lens) and tracing.can_read(ends_q):
         longest_q = max(longest_q, int(ends_q.diff().max()))  # also of what lies between
-    return Packing(ends_q, ends_k, longest_q, longest_k), kv_lens
+    return (ends_q, ends_k, longest_q, longest_k), kv_lens
 
 
-def check_packing(packing: Packing, tokens: tuple[int, int]) -> None:
+def check_packing(packing: Borders, tokens: tuple[int, int]) -> None:
     """Raise ValueError or TypeError for boundaries that errors about segments would not name.
 
     `tokens` are the numbers of queries and keys. Their values are checked on the CPU only.
     """
-    for name, ends, most in zip(packing._fields, packing[:2], tokens):
+    for name, ends, most in zip(("cu_seqlens_q", "cu_seqlens_k"), packing[:2], tokens):
         check_list(name, ends)
-        has_shape(name, ends, (len(packing.cu_seqlens_q),))
+        has_shape(name, ends, (len(packing[0]),))
         if tracing.can_read(ends):
             checks.cu_seqlens(name, ends, most)
 

@@ -27,7 +27,8 @@ from torch.distributed import ProcessGroup
 
 from fa_ops.backends import dropout
 from fa_ops.call import python_types
-from fa_ops.call.options import Spec, dtype_name
+from fa_ops.call.call import Call, Saved, attention_call
+from fa_ops.call.options import dtype_name
 from fa_ops.call.python_types import need_int, need_tensor
 from fa_ops.compat.flash import (
     DENSE,
@@ -659,8 +660,7 @@ class PackedDropout(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, heads: slice, options: dict
     ) -> tuple[Tensor, Tensor]:
         """out (T, heads, Dv) and lse (heads, T) of some heads, as the packed operator returns."""
-        spec = self._spec(heads, options)
-        out, lse = ring_steps.forward(*map(_dense, (q, k, v)), spec)
+        out, lse = ring_steps.forward(self._call(q, k, v, heads, options))
         return _packed(out), lse.squeeze(0)
 
     def backward(
@@ -669,19 +669,17 @@ class PackedDropout(NamedTuple):
     ) -> list[Tensor]:  # fmt: skip
         """The gradients of q, k and v."""
         lse, grad_lse = (None if x is None else x.unsqueeze(0) for x in (lse, grad_lse))
-        tensors = (_dense(x) for x in (q, k, v, out))
-        spec = self._spec(heads, options)
-        return [
-            _packed(x) for x in ring_steps.backward(_dense(grad_out), grad_lse, *tensors, lse, spec)
-        ]
+        saved = Saved(_dense(grad_out), grad_lse, _dense(out), lse)
+        call = self._call(q, k, v, heads, options)._replace(saved=saved)
+        return [_packed(x) for x in ring_steps.backward(call)]
 
-    def _spec(self, heads: slice, options: dict) -> Spec:
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, heads: slice, options: dict) -> Call:
         # causal and window are in the ranges; with ALiBi, which needs causality, the last query
         # has the position of the last key, in dense calls too
-        return Spec(
-            dropout_p=self.p, scale=options["scale"], alibi_slopes=options["alibi_slopes"],
-            key_ranges=self.ranges, dropout_seed=self.words[:, heads].contiguous(),
-            deterministic=options["deterministic"],
+        return attention_call(
+            *map(_dense, (q, k, v)), dropout_p=self.p, scale=options["scale"],
+            alibi_slopes=options["alibi_slopes"], key_ranges=self.ranges,
+            dropout_seed=self.words[:, heads].contiguous(), deterministic=options["deterministic"],
         )  # fmt: skip
 
 

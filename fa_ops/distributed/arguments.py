@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fa_ops.call import backend_option, checks
-from fa_ops.call.call import DENSE, Call
-from fa_ops.call.options import Operands, Spec, dtype_name, keywords
+from fa_ops.call.call import DENSE, Call, attention_call
+from fa_ops.call.options import Operands, dtype_name
 from fa_ops.call.python_types import (
     Window,
     checked_call,
@@ -33,7 +33,7 @@ from fa_ops.distributed.masks import Mask, check_ends, on_host
 from fa_ops.distributed.ring_steps import StepOptions
 from fa_ops.distributed.schedule import StepProblem
 from fa_ops.distributed.transport import TRANSPORTS
-from fa_ops.ops import autograd
+from fa_ops.ops import autograd, dense, varlen
 from fa_ops.plans import dispatch, planning
 
 SCHEMES = ("auto", "ring", "ulysses", "all_gather")
@@ -236,7 +236,7 @@ def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Paralle
         options.is_causal, options.dropout_p, options.scale, *options.sides, options.softcap,
         options.deterministic, options.backend,
     )  # fmt: skip
-    given = keywords(checked_call(DENSE, q, k, v, tensors, scalars).spec)
+    call = checked_call(DENSE, q, k, v, tensors, scalars)
     if not 0.0 <= need_number("dropout_p", options.dropout_p) < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {options.dropout_p}")
     checks.contiguous_rows(query=q, key=k, value=v)
@@ -245,15 +245,18 @@ def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Paralle
             raise ValueError(f"{name} is on {t.device}, but query is on {q.device}")
     autograd.refuse_gradient_of(options.alibi_slopes)
     whole = [_whole(x, size) for x in (q, k, v)]
-    on_meta = {n: x.detach().to("meta") if isinstance(x, Tensor) else x for n, x in given.items()}
+    on_meta = Operands(*(None if x is None else x.detach().to("meta") for x in call.operands))
+    call = Call(*whole, on_meta, call.options._replace(dropout_p=0.0))  # which needs a seed
     ends = options.cu_seqlens
     if ends is None:
-        torch.ops.fa.attention_with_lse(*whole, is_causal=options.is_causal, **on_meta)
+        dense.OPERATORS.forward.run(call)
     else:
         _check_documents(q, k, size, options)
-        packed = (x[0].transpose(0, 1) for x in whole)
+        query, key, value = (x[0].transpose(0, 1) for x in whole)
         ends = need_tensor("cu_seqlens", ends).to("meta")
-        torch.ops.fa.attention_varlen(*packed, ends, ends, is_causal=options.is_causal, **on_meta)
+        borders = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "packed": True}
+        call = call.changed(query=query, key=key, value=value, **borders)
+        varlen.OPERATORS.forward.run(call)
     leaves = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
     records = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
     if records and (options.backend or backend_option.chosen()) == "reference":
@@ -271,20 +274,22 @@ def _whole(x: Tensor, size: int) -> Tensor:
 def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: ParallelOptions) -> None:
     """Raise NotImplementedError unless a backend supports such calls on this device."""
     left, right = options.sides
-    spec = Spec(
-        None, options.dropout_p, options.is_causal, options.scale, left, right, options.softcap,
-        options.alibi_slopes, backend=options.backend,
-    )  # fmt: skip
+    arguments = {"dropout_seed": None, "key_ranges": None}
     if options.dropout_p > 0:
         words = torch.empty(q.shape[:3], dtype=torch.int32, device=q.device)
-        spec = spec._replace(dropout_seed=words)
+        arguments["dropout_seed"] = words
     if (
         options.kv_lens is not None
         or options.key_ranges is not None
         or options.cu_seqlens is not None
     ):
-        spec = spec._replace(key_ranges=torch.zeros(1, 1, 1, 2, dtype=torch.int32, device=q.device))
-    dispatch.choose(planning.normalised(Call.of(q, k, v, spec)))
+        arguments["key_ranges"] = torch.zeros(1, 1, 1, 2, dtype=torch.int32, device=q.device)
+    call = attention_call(
+        q, k, v, dropout_p=options.dropout_p, is_causal=options.is_causal, scale=options.scale,
+        window_left=left, window_right=right, softcap=options.softcap,
+        alibi_slopes=options.alibi_slopes, backend=options.backend, **arguments,
+    )  # fmt: skip
+    dispatch.choose(planning.normalised(call))
 
 
 def _check_documents(q: Tensor, k: Tensor, size: int, options: ParallelOptions) -> None:

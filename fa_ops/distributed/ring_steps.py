@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
-from fa_ops.call.call import DENSE, Call, Run, Saved
-from fa_ops.call.options import Spec
+from fa_ops.call.call import DENSE, Call, Run, Saved, attention_call
 from fa_ops.distributed.layout import Segment
 from fa_ops.distributed.masks import Mask, document_of, positions
 from fa_ops.distributed.schedule import LinearBias, Parts, Step, StepCall, StepPlan, rows_of
@@ -62,15 +61,14 @@ def attend(
             if held is not None and keeps_keys:
                 kept[number] = held.x
             for call in step.calls:
-                spec, row_terms = arguments(job, call, q)
-                if sinks_in_calls:
-                    spec = spec._replace(sinks=sinks.detach())
-                part, part_lse = forward(
-                    q[call.batches, :, call.rows],
-                    keys[call.batches, :, call.keys],
+                tensors = (
+                    q[call.batches, :, call.rows], keys[call.batches, :, call.keys],
                     values[call.batches, :, call.keys],
-                    spec,
-                )
+                )  # fmt: skip
+                part_call, row_terms = operator_call(job, call, *tensors)
+                if sinks_in_calls:
+                    part_call = part_call.changed(sinks=sinks.detach())
+                part, part_lse = forward(part_call)
                 partial.add(call, part, part_lse if row_terms is None else part_lse + row_terms)
     return *partial.finish(sinks, sinks_in_calls, job.outside), kept
 
@@ -194,30 +192,33 @@ class PartialResult:
         return out.to(self.dtype), lse
 
 
-def arguments(job: Job, call: StepCall, q: Tensor) -> tuple[Spec, Tensor | None]:
-    """The operator's options in a call, and what is added to its lse."""
+def operator_call(
+    job: Job, step: StepCall, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Call, Tensor | None]:
+    """The operator's call with these queries, keys and values, and what is added to its lse."""
     scale, softcap, deterministic, backend = job.options
-    ranges = call.ranges
+    ranges = step.ranges
     if ranges is not None:
         ranges = _on_device(job.plan, ranges, q.device)
-    spec = Spec(
-        None, 0.0, call.is_causal, scale, call.left, call.right, softcap,
-        key_ranges=ranges, deterministic=deterministic, backend=backend,
+    call = attention_call(
+        q, k, v, is_causal=step.is_causal, scale=scale, window_left=step.left,
+        window_right=step.right, softcap=softcap, key_ranges=ranges, deterministic=deterministic,
+        backend=backend,
     )  # fmt: skip
     if job.dropout is not None:
-        words = job.dropout.of_call(call)
-        spec = spec._replace(dropout_p=job.dropout.p, dropout_seed=words)
-    if call.alibi is False:
-        return spec, None
-    slopes = job.slopes if job.slopes.dim() == 1 else job.slopes[call.batches]
-    if call.alibi is True:
-        return spec._replace(alibi_slopes=slopes), None
+        words = job.dropout.of_call(step)
+        call = call.changed(dropout_p=job.dropout.p, dropout_seed=words)
+    if step.alibi is False:
+        return call, None
+    slopes = job.slopes if job.slopes.dim() == 1 else job.slopes[step.batches]
+    if step.alibi is True:
+        return call.changed(alibi_slopes=slopes), None
     wide = sum_dtype(q)
     slopes = slopes.to(wide).view(-1, slopes.shape[-1], 1)
     key_terms, row_terms = (
-        slopes * _on_device(job.plan, terms, q.device).to(wide) for terms in call.alibi
+        slopes * _on_device(job.plan, terms, q.device).to(wide) for terms in step.alibi
     )
-    return spec._replace(attn_mask=key_terms.unsqueeze(2)), row_terms
+    return call.changed(attn_mask=key_terms.unsqueeze(2)), row_terms
 
 
 def _on_device(plan: StepPlan, x: Tensor, device: torch.device) -> Tensor:
@@ -239,12 +240,12 @@ def _gradients(job: Job, step: Step, saved: tuple, buffers: tuple, dq: TokenSum)
     calls, grads = step.calls, None
     for call in calls:
         at = (call.batches, slice(None), call.rows)
-        spec, row_terms = arguments(job, call, q)
-        parts = backward(
-            grad_out[at], None if grad_lse is None else grad_lse[at], q[at],
-            *(x[call.batches, :, call.keys] for x in buffers),
-            out[at], lse[at] if row_terms is None else lse[at] - row_terms, spec,
-        )  # fmt: skip
+        tensors = q[at], *(x[call.batches, :, call.keys] for x in buffers)
+        part_call, row_terms = operator_call(job, call, *tensors)
+        part_lse = lse[at] if row_terms is None else lse[at] - row_terms
+        part_grad_lse = None if grad_lse is None else grad_lse[at]
+        saved = Saved(grad_out[at], part_grad_lse, out[at], part_lse)
+        parts = backward(part_call._replace(saved=saved))
         dq.add((call.batches, call.rows), parts[0])
         is_whole = len(calls) == 1 and parts[1].shape == buffers[0].shape
         if is_whole or step.attends_own_keys_in_one_call:
@@ -442,27 +443,24 @@ def row_words(
 _merging: dict[tuple, Run] = {}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out and lse. Nothing is recorded for a gradient."""
-    call = Call.of(q, k, v, spec)
-    if library.can_bypass_dispatcher(q, k, v, *call.operands):
+    if library.can_bypass_dispatcher(*call[:3], *call.operands):
         with library.below_autograd():
-            return planning.run(DENSE, q, k, v, call.operands, DENSE.scalars(call.options))
+            scalars = DENSE.scalars(call.options)
+            return planning.run(DENSE, *call[:3], call.operands, scalars)
     return dense.OPERATORS.forward.run(call)
 
 
-def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, spec: Spec,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def backward(call: Call) -> tuple[Tensor, ...]:
     """The gradients of q, k and v."""
-    given, call = (grad_out, grad_lse, q, k, v, out, lse), Call.of(q, k, v, spec)
+    grad_out, grad_lse, out, lse, _ = call.saved
+    given = grad_out, grad_lse, *call[:3], out, lse
     if library.can_bypass_dispatcher(*given, *call.operands) and all(
         g is None or library.have_same_dispatch_keys(g, lse) for g in (grad_out, grad_lse)
     ):
         with library.below_autograd():
-            saved = Saved(grad_out, grad_lse, out, lse)
-            return autograd.run_backward(call, saved)[:3]
+            return autograd.run_backward(call._replace(saved=None), call.saved)[:3]
     args, options = dense.OPERATORS.backward.arguments(call)
     return torch.ops.fa.attention_backward(*given, *args, **options)[:3]
 

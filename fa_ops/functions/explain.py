@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_ops.call import backend_option
 from fa_ops.call.call import CACHED, DENSE, PACKED, QUANTIZED, QUANTIZED_PACKED, Call, Signature
-from fa_ops.call.options import Cache, Operands, Options, Quantization
+from fa_ops.call.options import Operands, Options
 from fa_ops.call.python_types import checked_call, read_scale, refuse_unknown, sides
 from fa_ops.functions import attention, kv_cache, quantized, varlen
 from fa_ops.functions import varlen_quantized as packed_quantized
@@ -106,8 +106,11 @@ def _explained(call: Call, one: Call | None) -> CallExplanation:
     return CallExplanation(backend, planning.plan_for(call).kernel, route, reasons)
 
 
+_SCALES = "q_scale", "k_scale", "v_scale"
+
+
 def _has_scales(options: dict) -> bool:
-    return any(options.get(name) is not None for name in Quantization._fields[:3])
+    return any(options.get(name) is not None for name in _SCALES)
 
 
 def _packed_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallExplanation:
@@ -131,7 +134,7 @@ _OF_QUANTIZED = {"q_scale", "qk_dtype", "smooth_key", "rotate"}
 def _over_pages(query: Tensor, key: Tensor, value: Tensor, options: dict) -> PagedCall:
     """The arguments of attention_varlen with page_table, checked."""
     given = _bound(attention.attention_varlen, query, key, value, options)
-    for name in ("return_lse", *Quantization._fields[:3]):
+    for name in ("return_lse", *_SCALES):
         del given[name]
     call = varlen.arguments(**given)
     varlen.check(*call[:-1])
@@ -141,9 +144,9 @@ def _over_pages(query: Tensor, key: Tensor, value: Tensor, options: dict) -> Pag
 
 def _described_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) -> Call:
     """The call that attention of e4m3 tensors, or quantized_attention, would plan."""
-    scales = {name: options[name] for name in Quantization._fields[:3] if name in options}
-    flags = {name: options[name] for name in Quantization._fields[3:] if name in options}
-    function = quantized.quantized_attention if flags else attention.attention
+    scales = {name: options[name] for name in _SCALES if name in options}
+    is_quantizing = options.keys() & {"qk_dtype", "smooth_key", "rotate"}
+    function = quantized.quantized_attention if is_quantizing else attention.attention
     given = _bound(function, query, key, value, options)
     names = "sinks", "kv_lens", "key_ranges"
     operands = Operands(**{name: given[name] for name in names}, **scales)
@@ -179,12 +182,16 @@ def _bound(function: Callable, query: Tensor, key: Tensor, value: Tensor, option
     return bound.arguments | {"scale": read_scale(bound.arguments["scale"])}
 
 
+_OF_CACHE = {"key", "value", *CACHED.operands.names, *CACHED.options}
+_OF_CACHE -= {*DENSE.operands.names, *DENSE.options}
+
+
 def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Call:
     """The call that the public function with these options would plan."""
     function, signature = attention.attention, DENSE
     if "cu_seqlens_q" in options:
         function, signature = attention.attention_varlen, PACKED
-    elif options.keys() & set(Cache._fields):
+    elif options.keys() & _OF_CACHE:
         function, signature = kv_cache.attention_with_kv_cache, CACHED
     given = _bound(function, query, key, value, options)
     seed, scalars = None, _scalars(signature, given)

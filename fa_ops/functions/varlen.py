@@ -253,7 +253,7 @@ def check_options(
     if not tracing.is_compiling():
         scalars = _scalars(options, options.get("backend"))
         call = checked_call(PAGED, query, key, value, tensors, scalars)
-        checks.options(query, call.spec, page_table.shape[0], query.shape[1])
+        checks.options(call, page_table.shape[0])
         return
     slopes = tensors.alibi_slopes
     if slopes is not None and slopes.dim() != 1:

@@ -87,22 +87,20 @@ def _may_run(
 def _attend_rows(call: Call) -> tuple[Tensor, Tensor]:
     """The results of a checked call by the operator for batches."""
     call = call if _has_keys(call) else _with_unused_key(call)
-    q, k, v, spec = call.query, call.key, call.value, call.spec
+    (q, k, v), t, o = call[:3], call.operands, call.options
     tokens, lengths = len(call.query), _lengths_of_rows(call)
     if not (lengths.query and len(lengths.ends_q) > 1):
         out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.bfloat16)
         return out, q.new_full((q.shape[1], tokens), float("-inf"), dtype=torch.float32)
-    if call.cache is None:
-        rows = rows_of(q, k, v, *lengths[:2], spec.kv_lens, *lengths[2:])
+    if t.page_table is None:
+        rows = rows_of(q, k, v, *lengths[:2], t.kv_lens, *lengths[2:])
     else:
-        rows = rows_of_pages(
-            q, k, v, lengths.ends_q, call.cache.page_table, spec.kv_lens, *lengths[2:]
-        )
-    names = "scale", "window_left", "window_right", "softcap", "sinks", "backend"
-    options = {name: getattr(spec, name) for name in names}
+        rows = rows_of_pages(q, k, v, lengths.ends_q, t.page_table, t.kv_lens, *lengths[2:])
+    names = "scale", "window_left", "window_right", "softcap", "backend"
+    options = {name: getattr(o, name) for name in names}
     out, lse = quantized.QUANTIZED_ATTENTION(
-        *rows[:3], *call.quantization[:3], spec.is_causal, kv_lens=rows.kv_lens, smooth_key=False,
-        **options,
+        *rows[:3], t.q_scale, t.k_scale, t.v_scale, o.is_causal, kv_lens=rows.kv_lens,
+        sinks=t.sinks, smooth_key=False, **options,
     )  # fmt: skip
     return packed(out, lse, lengths.ends_q, tokens)
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fa_ops.call.call import rows_contiguous
-from fa_ops.call.options import Packing
+from fa_ops.call.call import Call, rows_contiguous
 from fa_ops.ops import (
     axes,
     dense,
@@ -218,19 +217,20 @@ def _dense_backward_flops(grad_out, grad_lse, query, key, value, *args, **option
     return _flops(B * Hq, Sq * key[2], D, value[3], backward=True)
 
 
-def _pairs(q: Tensor, k: Tensor, packing: Packing) -> int:
+def _pairs(call: Call) -> int:
     """Query-key pairs over all sequences; a bound where the lengths are symbolic."""
-    ends_q, ends_k, max_q, max_k = packing
+    ends_q, ends_k = call.operands.cu_seqlens_q, call.operands.cu_seqlens_k
+    max_q, max_k = call.options.max_seqlen_q, call.options.max_seqlen_k
     if ends_q.device.type == "meta" or type(ends_q) is not Tensor:
-        longest_q = q.shape[0] if max_q is None else max_q
-        longest_k = k.shape[0] if max_k is None else max_k
+        longest_q = call.query.shape[0] if max_q is None else max_q
+        longest_k = call.key.shape[0] if max_k is None else max_k
         return (ends_q.shape[0] - 1) * longest_q * longest_k
     return int((ends_q.diff().long() * ends_k.diff().long()).sum())
 
 
 def _packed_flops(query, key, value, *args, out_val=None, **options) -> int:
     call = varlen.OPERATORS.forward.call(query, key, value, args, options)
-    pairs = _pairs(query, key, call.packing)
+    pairs = _pairs(call)
     return _flops(query.shape[1], pairs, query.shape[2], value.shape[2], backward=False)
 
 
@@ -238,7 +238,7 @@ def _packed_backward_flops(
     grad_out, grad_lse, query, key, value, out, lse, *args, out_val=None, **options
 ) -> int:
     call = varlen.OPERATORS.backward.call(query, key, value, args, options)
-    pairs = _pairs(query, key, call.packing)
+    pairs = _pairs(call)
     return _flops(query.shape[1], pairs, query.shape[2], value.shape[2], backward=True)
 
 

@@ -296,25 +296,23 @@ def check(call: Call, real: bool = True, signature: Signature | None = None) -> 
 
     `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
-    q, k, v, saved, spec = call.query, call.key, call.value, call.saved, call.spec
     signature = signature or call.signature
     if signature is DENSE:
-        checks.dense(q, k, v, spec, real)
+        checks.dense(call, real)
     elif signature is PACKED:
-        checks.packed(q, k, v, call.packing, spec, real)
+        checks.packed(call, real)
     elif signature is CACHED:
-        cache_checks.cached(q, k, v, call.cache, spec, real)
+        cache_checks.cached(call, real)
     elif signature is PAGED:
-        cache_checks.paged(q, k, v, call.packing, call.cache, spec)
+        cache_checks.paged(call)
     elif signature is QUANTIZED:
-        quantized_checks.quantized(q, k, v, call.quantization, spec, real)
+        quantized_checks.quantized(call, real)
     else:
-        table = call.operands.page_table
-        quantized_checks.packed(q, k, v, call.packing, table, call.quantization, spec)
-    if saved is not None:
-        checks.saved(q, v, saved)
-        if saved.mask_grad:
-            checks.mask_grad(spec)
+        quantized_checks.packed(call)
+    if call.saved is not None:
+        checks.saved(call.query, call.value, call.saved)
+        if call.saved.mask_grad:
+            checks.mask_grad(call.operands.attn_mask)
 
 
 def normalised(call: Call) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass, field
 
@@ -12,7 +13,8 @@ import torch
 
 import fa_ops
 from fa_ops.call import backend_option, checks
-from fa_ops.call.options import Packing, Spec
+from fa_ops.call.call import Call
+from fa_ops.call.python_types import checked_packing
 from fa_ops.ops import dense, merge, varlen
 from fa_ops.plans import dispatch
 from fa_ops.testing import make_case
@@ -761,7 +763,7 @@ def test_merge_states_refuses_numbers_and_empty_lists():
 def test_float64_on_a_gpu_is_refused():
     q = valid()["query"].double()
     with pytest.raises(TypeError, match="float64, which is supported on CPU only"):
-        checks.dense(_OnGpu(q), _OnGpu(q), _OnGpu(q), Spec())
+        checks.dense(Call(_OnGpu(q), _OnGpu(q), _OnGpu(q)))
 
 
 class _OnGpu:
@@ -786,4 +788,5 @@ class TestCompiled(expecttest.TestCase):
 
 
 def test_packing_has_the_arguments_of_the_operators():
-    assert Packing._fields == tuple(a.name for a in varlen.VARLEN._schema.arguments[3:7])
+    borders = inspect.signature(checked_packing).parameters
+    assert tuple(borders) == tuple(a.name for a in varlen.VARLEN._schema.arguments[3:7])

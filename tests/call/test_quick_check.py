@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fa_ops.call import checks
-from fa_ops.call.options import Spec
+from fa_ops.call.call import Call
 from tests.call.test_errors import valid
 
 QUICK = {
@@ -28,7 +28,7 @@ def test_the_quick_check_accepts_usual_calls(name):
     given = valid()
     tensors = QUICK[name](*(given[name] for name in ("query", "key", "value")))
     assert checks._obviously_fit(*tensors)
-    checks.dense(*tensors, Spec())
+    checks.dense(Call(*tensors))
 
 
 @pytest.mark.parametrize("at", range(3), ids=("query", "key", "value"))
@@ -55,6 +55,6 @@ def test_the_quick_check_accepts_only_what_the_full_check_accepts(legal, at):
         tensors[at] = other
         if checks._obviously_fit(*tensors):
             accepted += 1
-            checks.dense(*tensors, Spec())
+            checks.dense(Call(*tensors))
             checks.contiguous_rows(**dict(zip(("query", "key", "value"), tensors)))
     assert 1 <= accepted < len(changed)

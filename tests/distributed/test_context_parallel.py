@@ -446,7 +446,7 @@ def check_failure() -> None:
     """
     rank, tensors, begin = dist.get_rank(), inputs(requires_grad=True), time.monotonic()
     group = dist.new_group(range(WORLD))
-    original, calls = ring_steps.arguments, []
+    original, calls = ring_steps.operator_call, []
 
     def arguments(*args):
         calls.append(args)
@@ -454,7 +454,7 @@ def check_failure() -> None:
             raise MemoryError("no memory")
         return original(*args)
 
-    with mock.patch.object(ring_steps, "arguments", arguments):
+    with mock.patch.object(ring_steps, "operator_call", arguments):
         kind, match = (MemoryError, "no memory") if rank == 1 else (RuntimeError, "step . of 4")
         with pytest.raises(kind, match=match):
             out = context_parallel_attention(*tensors, group, "ring", timeout=1.0)

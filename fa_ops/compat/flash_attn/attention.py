@@ -225,16 +225,14 @@ def from_pages(
         raise NotImplementedError(
             f"dropout_p must be 0 with block_table, got {options['dropout_p']}"
         )
-    packing = checked_packing(*packing)
+    ends_q, ends_k, longest_q, _ = checked_packing(*packing)
     shape("(B, max_pages)", block_table=table)
     need_int32("block_table", table)
-    check_list("cu_seqlens_k", packing.cu_seqlens_k)
-    lens = packing.cu_seqlens_k.diff() if kv_lens is None else kv_lens
+    check_list("cu_seqlens_k", ends_k)
+    lens = ends_k.diff() if kv_lens is None else kv_lens
     names = "scale", "softcap", "alibi_slopes", "is_causal", "window"
     options = {name: options[name] for name in names}
-    out, lse = attend_pages(
-        q, k, v, lens, table, packing.cu_seqlens_q, packing.max_seqlen_q, options
-    )
+    out, lse = attend_pages(q, k, v, lens, table, ends_q, longest_q, options)
     return out, infinite_where_empty(lse)
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import checks
-from fa_ops.call.options import Packing
 from fa_ops.call.python_types import checked_packing, need_tensor
 from fa_ops.compat import flash
 from fa_ops.compat.flash import (
@@ -269,18 +268,18 @@ def _attend_numbers(q, k, v, qv, scales, rows, *given) -> tuple[Tensor, ...]:
 def packed(
     given: tuple, seqused_q: Tensor | None, seqused_k: Tensor | None, chunk: int,
     tokens: tuple[int, int],
-) -> tuple[Packing, Tensor | None]:  # fmt: skip
+) -> tuple[flash.Borders, Tensor | None]:  # fmt: skip
     """The packing of the used parts and chunks of sequences, and their numbers of keys.
 
     `tokens` are the numbers of queries and keys.
     """
     packing = checked_packing(*given)
-    sequences = packing.cu_seqlens_q.numel() - 1
+    ends_q, ends_k, longest_q, longest_k = packing
+    sequences = ends_q.numel() - 1
     of_sequences("seqused_q", seqused_q, sequences)
     of_sequences("seqused_k", seqused_k, sequences)
     if seqused_q is None and not chunk:
         return packing, seqused_k
-    ends_q, ends_k, longest_q, longest_k = packing
     flash.check_packing(packing, tokens)
     parts = flash.used_parts(ends_q, ends_k, seqused_q, seqused_k)
     flash.check_longest("max_seqlen_q", longest_q, parts[1])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa_ops import tracing
 from fa_ops.call import checks
-from fa_ops.call.options import MAX_HEAD_DIM, Packing, dtype_name
+from fa_ops.call.options import MAX_HEAD_DIM, dtype_name
 from fa_ops.call.python_types import need_tensor
 from fa_ops.compat import flash
 from fa_ops.compat.flash import (
@@ -175,7 +175,7 @@ def batch(
 
 
 def packed(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, packing: Packing, kv_lens: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, packing: flash.Borders, kv_lens: Tensor | None,
     options: dict,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out ``(Tq, Hq, Dv)`` and lse ``(Hq, Tq)``; each key is a page of its own."""
