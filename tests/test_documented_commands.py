@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from fa_ops.bench import sweep
 from fa_ops.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +39,11 @@ def test_command_of_the_package(line):
         command, words = command.get_command(None, words[0]), words[1:]
     known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
     assert not [word for word in words if word.startswith("-") and word not in known]
+
+
+def test_all_grids_of_the_sweeps_are_documented():
+    text = (ROOT / "docs/performance/method.md").read_text()
+    assert not [name for name in sweep._GRIDS if f"`{name}`" not in text]
 
 
 @pytest.mark.parametrize("line", [x for x in documented() if x.startswith("python -m tests.")])

@@ -7,14 +7,14 @@ relative error of a row.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, NamedTuple
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -82,13 +82,12 @@ def measure(inputs: Inputs) -> dict[str, Errors | str]:
 
 
 def measurements(
-    names: list[str], lengths: list[int], queries: int, heads: int, head_dim: int, device: str
+    steps: Iterable[tuple[str, int]], queries: int, heads: int, head_dim: int, device: str
 ) -> Iterator[AccuracyRow]:
     """One row for each distribution and length."""
-    for name in names:
-        for length in lengths:
-            inputs = draw(name, length, queries, heads, head_dim, device)
-            yield AccuracyRow(name, length, measure(inputs))
+    for name, length in steps:
+        inputs = draw(name, length, queries, heads, head_dim, device)
+        yield AccuracyRow(name, length, measure(inputs))
 
 
 def table(title: str, rows: list[AccuracyRow]) -> Table:
@@ -118,10 +117,7 @@ def parsed(lengths: str | None, device: str) -> list[int]:
     """The numbers of keys; the default depends on the device."""
     if lengths is None:
         return [1024, 8192, 65536] if device == "cuda" else [1024, 4096]
-    words = options.words(lengths)
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise typer.BadParameter(f"lengths must be positive integers, got {lengths!r}")
-    return [int(word) for word in words]
+    return options.integers("--lengths", lengths)
 
 
 def main(
@@ -139,10 +135,11 @@ def main(
     device = options.device(device)
     names = options.matching(only, list(DISTRIBUTIONS), "distribution")
     sizes = parsed(lengths, device)
-    total = len(names) * len(sizes)
-    steps = measurements(names, sizes, queries, heads, head_dim, device)
-    progress = Console(stderr=True)
-    rows = list(track(steps, "accuracy", total, console=progress, transient=True))
+    pairs = list(itertools.product(names, sizes))
+    steps = report.watched(
+        pairs, "accuracy", device, IMPLEMENTATIONS, "inputs", "{0[0]}, {0[1]} keys".format
+    )
+    rows = list(measurements(steps, queries, heads, head_dim, device))
     if not console.is_terminal:
         console.width = 200
     facts = report.environment(device)

@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 import fa_ops
+from fa_ops.bench import report
 from fa_ops.bench.options import Only, matching
-from fa_ops.bench.report import environment
 from fa_ops.bench.timing import peak_memory
 from fa_ops.call.call import attention_call
 from fa_ops.testing import naive
@@ -148,7 +147,8 @@ def _fastest(
 ) -> dict[tuple[str, str], float]:
     """The fewest seconds, by the contender's name and "forward" or "training"."""
     best: dict[tuple[str, str], float] = {}
-    for step in track(range(rounds), "timing", console=Console(stderr=True), transient=True):
+    steps = report.watched(range(rounds), "timing", "cpu", chosen, "rounds", lambda n: f"round {n}")
+    for step in steps:
         for name, contender in chosen.items():
             if name == "naive" and step > 0:
                 continue
@@ -178,7 +178,7 @@ def main(
 ) -> None:
     """Compare time and memory of the CPU backend's features with aten's causal flash kernel."""
     rows = run(length, rounds, threads, only)
-    facts = environment("cpu")
+    facts = report.environment("cpu")
     clock = "CPU time" if threads == 1 else "wall time"
     title = f"({B}, {H}, {length}, {D}), {threads} thread(s), {clock}, {facts['device']}"
     table = Table("", "forward ms", "x aten", "fwd + bwd ms", "x aten", "peak MiB", title=title)

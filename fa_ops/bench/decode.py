@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import typer
@@ -183,7 +183,8 @@ def _rows(
 ) -> Rows:
     """Measure the problems in order, and stop once the time in seconds (0: unlimited) is up."""
     rows, start = [], time.monotonic()
-    for n, p in enumerate(problems):
+    names = [i.name for i in implementations]
+    for n, p in enumerate(report.watched(problems, "decode", "cuda", names)):
         if seconds and time.monotonic() - start > seconds:
             console.print(f"{len(problems) - n} cells were not started within {seconds:.0f} s")
             break
@@ -217,7 +218,9 @@ def host_times() -> dict[str, timing.Time]:
 
 
 def main(
-    preset: Annotated[str, typer.Option(help=f"the grid: {', '.join(DECODE_PRESETS)}")] = "quick",
+    preset: Annotated[
+        Literal[tuple(DECODE_PRESETS)], typer.Option(help="the grid of problems")
+    ] = "quick",
     only: options.Only = None,
     heads: Annotated[str | None, typer.Option(help="only these heads: 32/8,64/8")] = None,
     backend: Annotated[str | None, typer.Option(help="compare these: triton,hopper")] = None,
@@ -228,7 +231,6 @@ def main(
     seconds: Annotated[float, typer.Option(help="start no cell after this time; 0: all")] = 0.0,
 ) -> None:
     """Measure decoding and prefill over caches in a CUDA graph, with a cold L2 cache."""
-    options.preset(preset, DECODE_PRESETS)
     problems, known = _chosen(preset, heads), [*decoders(backend), *DECODE_PEERS]
     names = options.matching(only, [i.name for i in known], "implementation")
     if not torch.cuda.is_available():

@@ -168,8 +168,9 @@ def times(
         for H in (Hq, Hkv, Hkv, Hq)
     )
     measured: Measured = {}
-    for name, make in chosen.items():
-        feature = make()
+    names = ["fa_ops", "flex"] if flex else ["fa_ops"]
+    for name in report.watched(list(chosen), "features", device, names):
+        feature = chosen[name]()
         calls = {"": _ours(feature, device)}
         if flex and feature.keep is not None:
             calls["flex "] = _flex(feature, S, device)

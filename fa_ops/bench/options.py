@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -12,8 +12,6 @@ import typer
 
 def device(name: str) -> str:
     """ "cuda" or "cpu"; "auto" is cuda if torch finds a device."""
-    if name not in ("auto", "cuda", "cpu"):
-        raise typer.BadParameter(f"--device must be auto, cuda or cpu, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device is cuda, but torch finds no CUDA device")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
@@ -34,20 +32,21 @@ def matching(option: str | None, names: Collection[str], what: str) -> list[str]
     return [name for name in names if not chosen or any(word in name for word in chosen)]
 
 
-def preset(name: str, presets: Collection[str]) -> str:
-    """The name of a grid of problems, which must be one of `presets`."""
-    if name not in presets:
-        raise typer.BadParameter(f"--preset must be one of {', '.join(presets)}, got {name!r}")
-    return name
-
-
-def one_of(option: str, values: Collection | None, allowed: Collection) -> list:
+def one_of(option: str, values: Collection[str], allowed: Collection[str]) -> list[str]:
     """The distinct values, each of which must be allowed; all allowed values if there are none."""
-    for value in values or ():
+    for value in values:
         if value not in allowed:
             known = ", ".join(map(str, allowed))
             raise typer.BadParameter(f"{option} must be one of {known}, got {value!r}")
     return list(dict.fromkeys(values or allowed))
+
+
+def integers(option: str, text: str) -> list[int]:
+    """The distinct positive integers of a comma-separated option."""
+    found = words(text)
+    if not found or not all(word.isdecimal() and int(word) > 0 for word in found):
+        raise typer.BadParameter(f"{option} must be positive integers, got {text!r}")
+    return [int(word) for word in found]
 
 
 def in_existing_folder(path: Path | None) -> Path | None:
@@ -57,7 +56,9 @@ def in_existing_folder(path: Path | None) -> Path | None:
     return path
 
 
-Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
+Device = Annotated[
+    Literal["auto", "cuda", "cpu"], typer.Option(help="auto: cuda if torch finds a device")
+]
 Json = Annotated[
     Path | None,
     typer.Option("--json", help="write all results to this file", callback=in_existing_folder),

@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -31,7 +30,7 @@ from fa_ops.bench.timing import Run, Time, device_times
 _PROFILED = 10  # calls
 BASELINE = "bfloat16"
 _DEFAULTS = {"cuda": "quantized", "cpu": "quantized-cpu"}  # the grid that a device is measured on
-_PRESET = f"the grid: {', '.join(PRESETS)}; by default quantized, on a CPU quantized-cpu"
+_PRESET = "the grid of problems; by default quantized, on a CPU quantized-cpu"
 
 Call = Callable[[], object]
 
@@ -152,19 +151,18 @@ def records(rows: list[MeasuredCall]) -> Iterator[dict]:
 
 def main(
     device: options.Device = "auto",
-    preset: Annotated[str | None, typer.Option(help=_PRESET)] = None,
+    preset: Annotated[Literal[tuple(PRESETS)] | None, typer.Option(help=_PRESET)] = None,
     only: options.Only = None,
     budget: Annotated[float, typer.Option(min=0.1, help="milliseconds to time each call")] = 200.0,
     json: options.Json = None,
 ) -> None:
     """Compare attention with 8-bit products with 16-bit attention and with peers in fp8."""
     device = options.device(device)
-    grid = PRESETS[options.preset(preset or _DEFAULTS[device], PRESETS)]()
+    grid = PRESETS[preset or _DEFAULTS[device]]()
     names = options.matching(only, CALLS, "call")
     rows: list[MeasuredCall] = []
     with torch.no_grad():
-        progress = Console(stderr=True)
-        for problem in track(grid, "quantized", console=progress, transient=True):
+        for problem in report.watched(grid, "quantized", device, names):
             rows += measure(problem, names, device, budget)
             if device == "cuda":
                 torch.cuda.empty_cache()

@@ -6,12 +6,45 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
 
 import fa_ops
+
+Step = TypeVar("Step")
+
+
+def watched(
+    steps: Sequence[Step], what: str, device: str, names: Collection[str], noun: str = "problems",
+    name: Callable[[Step], str] = str,
+) -> Iterator[Step]:  # fmt: skip
+    """The steps of a command, each of which is named on stderr while it runs.
+
+    A header comes first: what runs on which device, and the implementations. In a terminal the
+    current step is beside a bar, elsewhere it is a line.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(
+        f"{what}, {_device_name(device)}: {len(steps)} {noun}; {', '.join(names)}", markup=False
+    )
+    if not console.is_terminal:
+        for at, step in enumerate(steps, 1):
+            console.print(f"{what} {at}/{len(steps)}: {name(step)}", markup=False)
+            yield step
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("", total=len(steps))
+        for step in steps:
+            bar.update(task, description=escape(f"{what}: {name(step)}"), refresh=True)
+            yield step
+            bar.advance(task)
 
 
 def environment(device: str) -> dict[str, str]:
@@ -21,7 +54,7 @@ def environment(device: str) -> dict[str, str]:
     facts = {
         "command": " ".join(["python -m", module, *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
+        "device": _device_name(device),
         "fa_ops": f"{fa_ops.__version__} {_commit()}".strip(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -34,6 +67,10 @@ def environment(device: str) -> dict[str, str]:
     else:
         facts["threads"] = str(torch.get_num_threads())
     return facts
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
 
 
 def _cpu_name() -> str:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -28,10 +27,16 @@ from fa_ops.call.call import attention_call
 from fa_ops.testing import assert_within_budget, naive
 
 _GRIDS = problems.PRESETS | problems.BIASED
-Preset = Annotated[str, typer.Option(help=f"the grid: {', '.join(_GRIDS)}")]
+_DEFAULTS = {"cuda": "standard", "cpu": "cpu"}
+Preset = Annotated[
+    Literal[tuple(_GRIDS)] | None,
+    typer.Option(help="the grid of problems; by default standard, on a CPU cpu"),
+]
 Plot = Annotated[
     Path | None,
-    typer.Option(help="plot the grid into this PNG", callback=options.in_existing_folder),
+    typer.Option(
+        help="plot the grid into this file (.png, .svg, .pdf)", callback=options.in_existing_folder
+    ),
 ]
 Budget = Annotated[float, typer.Option(min=0.1, help="milliseconds to time each cell for")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads")]
@@ -39,7 +44,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads")]
 
 def _command(name: str) -> Callable:
     def command(
-        preset: Preset = "standard",
+        preset: Preset = None,
         only: Only = None,
         device: Device = "auto",
         json: Json = None,
@@ -50,13 +55,12 @@ def _command(name: str) -> Callable:
         device = options.device(device)
         if threads is not None:
             torch.set_num_threads(threads)
-        grid = _GRIDS[options.preset(preset, _GRIDS)]()
+        grid = _GRIDS[preset or _DEFAULTS[device]]()
         chosen = peers.choose(device, only)
         backward = name == "backward"
         with torch.set_grad_enabled(backward):
-            steps = sweep(grid, chosen, device, backward, budget)
-            progress = Console(stderr=True)
-            rows = list(track(steps, name, len(grid), console=progress, transient=True))
+            steps = report.watched(grid, name, device, [i.name for i in chosen])
+            rows = list(sweep(steps, chosen, device, backward, budget))
         facts = report.environment(device)
         title = f"{name}, {facts['device']}, torch {facts['torch']}"
         console = Console()
@@ -86,7 +90,7 @@ class Result:
 
 
 def sweep(
-    problems: list[Problem],
+    problems: Iterable[Problem],
     implementations: list[Implementation],
     device: str,
     backward: bool,
@@ -424,13 +428,12 @@ def memory(
 ) -> None:
     """Compare the peak memory of eager attention, SDPA and fa_ops by sequence length."""
     device = options.device(device)
-    chosen = options.words(lengths or (GPU_LENGTHS if device == "cuda" else CPU_LENGTHS))
-    for word in chosen:
-        if not word.isdecimal() or int(word) == 0:
-            raise typer.BadParameter(f"--lengths must be positive integers, got {word!r}")
+    default = GPU_LENGTHS if device == "cuda" else CPU_LENGTHS
+    chosen = options.integers("--lengths", default if lengths is None else lengths)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    problems = [Problem(1, heads, heads, int(word), head_dim, True, dtype) for word in chosen]
-    peaks = [measure_peak(problem, name, device) for problem in problems for name in CALLS]
+    problems = [Problem(1, heads, heads, length, head_dim, True, dtype) for length in chosen]
+    steps = report.watched(problems, "memory", device, list(CALLS))
+    peaks = [measure_peak(problem, name, device) for problem in steps for name in CALLS]
     facts, console = report.environment(device), Console()
     title = f"1 x {heads} heads of {head_dim}, causal, {facts['device']}, torch {facts['torch']}"
     console.print(memory_table(title, peaks))

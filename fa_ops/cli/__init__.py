@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from importlib import import_module
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
@@ -18,6 +20,14 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx):
         return list(self.functions)
+
+    def resolve_command(self, ctx, args):
+        """Fail with the nearest name for one that no command has."""
+        if args and args[0] not in self.functions:
+            near = difflib.get_close_matches(args[0], self.functions, 1)
+            meant = f"Did you mean {near[0]!r}?" if near else f"Try {ctx.command_path} --help."
+            ctx.fail(f"No such command {args[0]!r}. {meant}")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx, name):
         if name not in self.functions:
@@ -55,8 +65,21 @@ app = typer.Typer(
 bench = typer.Typer(cls=_Benchmarks, no_args_is_help=True)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from fa_ops import __version__
+
+        print(f"fa_ops {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="print the version"),
+    ] = False,
+) -> None:
     """Fused attention for PyTorch."""
 
 

@@ -13,19 +13,19 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import track
 
 from fa_ops import __version__
 from fa_ops.backends.hopper.runtime import cubin_cache, nvrtc
 from fa_ops.backends.hopper.runtime import warm as kernels
-from fa_ops.bench import options
+from fa_ops.bench import options, report
 
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in kernels.DTYPES}
 HeadDims = Annotated[
-    list[int] | None,
-    typer.Option(help="a multiple of 8; repeatable; default: 64, 128, 192, 256"),
+    str | None, typer.Option(help="comma-separated multiples of 8; default: 64,128,192,256")
 ]
 Dtypes = Annotated[
-    list[str] | None, typer.Option(help="bfloat16 or float16; repeatable; default: both")
+    str | None,
+    typer.Option(help=f"comma-separated; default: {','.join(_DTYPES)}"),
 ]
 
 EightBit = Annotated[bool, typer.Option("--eight-bit", help="kernels of 8-bit numbers too")]
@@ -42,25 +42,31 @@ def warm(head_dim: HeadDims = None, dtype: Dtypes = None, eight_bit: EightBit = 
     )
 
 
-def chosen(
-    head_dim: list[int] | None, dtype: list[str] | None, eight_bit: bool
-) -> list[kernels.Variant]:
+def chosen(head_dim: str | None, dtype: str | None, eight_bit: bool) -> list[kernels.Variant]:
     """The variants of the options `--head-dim`, `--dtype` and `--eight-bit`."""
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in kernels.DTYPES}
-    head_dims = list(dict.fromkeys(head_dim or kernels.COMMON_HEAD_DIMS))
+    head_dims = kernels.COMMON_HEAD_DIMS
+    if head_dim is not None:
+        head_dims = options.integers("--head-dim", head_dim)
     for dim in head_dims:
         if dim not in kernels.HEAD_DIMS:
             largest = max(kernels.HEAD_DIMS)
             message = f"--head-dim must be a multiple of 8 from 8 to {largest}, got {dim}"
             raise typer.BadParameter(message)
-    dtypes = [known[name] for name in options.one_of("--dtype", dtype, tuple(known))]
+    names = options.one_of("--dtype", options.words(dtype), _DTYPES)
+    dtypes = [_DTYPES[name] for name in names]
     more = kernels.eight_bit_variants(head_dims, dtypes) if eight_bit else ()
     return [*kernels.variants(head_dims, dtypes), *more]
 
 
+def _described(variant: kernels.Variant) -> str:
+    macros = (f"{name}={value}" for name, value in variant.defines.items() if value)
+    return f"{variant.kind} {' '.join(macros)}"
+
+
 def compile_all(variants: list[kernels.Variant], console: Console) -> int:
     """Compile into the cache what it lacks; returns the number of kernels."""
-    shown = track(variants, "compiling", console=console, transient=True)
+    kinds = dict.fromkeys(variant.kind for variant in variants)
+    shown = report.watched(variants, "compiling", "cpu", kinds, "programs", _described)
     try:
         return sum(kernels.compile_variant(variant) for variant in shown)
     except nvrtc.CompileError as error:

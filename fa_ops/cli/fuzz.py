@@ -36,7 +36,10 @@ COLUMNS = ("specialisations", "cases", *random_calls.KINDS, "gradients", "failed
 
 def run(
     backend: Annotated[
-        str | None, typer.Option(help="comma-separated; default: those available on the device")
+        str | None,
+        typer.Option(
+            help=f"comma-separated: {','.join(backend_option.BACKENDS)}; default: those available"
+        ),
     ] = None,
     device: options.Device = "auto",
     cases: Annotated[int, typer.Option(min=1, help="number of cases over all backends")] = 1000,
@@ -48,10 +51,12 @@ def run(
         int | None, typer.Option(min=0, help="run only this case of specialisation --seed")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="comma-separated: bfloat16, float16, float32, float64")
+        str | None,
+        typer.Option(help=f"comma-separated; default: {','.join(DTYPES)}, on a CPU float64 too"),
     ] = None,
     kind: Annotated[
-        str | None, typer.Option(help="comma-separated: dense, packed, cached, quantized")
+        str | None,
+        typer.Option(help=f"comma-separated; default: {','.join(random_calls.KINDS)}"),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=0, help="processes; 0: this one; default: one for each core")
@@ -63,10 +68,9 @@ def run(
     ] = False,
 ) -> None:
     """Compare random calls, forward and backward, with the fp64 oracle; fail if one differs."""
-    dtypes = options.words(dtype)
-    kinds = (
-        tuple(options.one_of("--kind", options.words(kind), random_calls.KINDS)) if kind else KINDS
-    )
+    dtypes, kinds = options.words(dtype), KINDS
+    if kind:
+        kinds = tuple(options.one_of("--kind", options.words(kind), random_calls.KINDS))
     targets = [
         target._replace(kinds=kinds)
         for target in _targets(options.words(backend), device, dtypes, arena)

@@ -1,14 +1,16 @@
 """The benchmark commands, end to end on the smallest grid."""
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
-from fa_ops.bench import features
+from fa_ops.bench import features, problems, report, sweep
 from fa_ops.cli import bench as app
 
 
@@ -34,6 +36,29 @@ def test_sweeps_print_a_table_and_write_every_result(family, tmp_path):
     assert min(times.values()) > 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the default of a machine without a GPU")
+def test_without_a_gpu_the_default_grid_is_for_cpus(monkeypatch):
+    monkeypatch.setitem(sweep._GRIDS, "cpu", problems.PRESETS["tiny"])
+    result = run("forward", "--budget", "1", "--only", "fa_ops cpu")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[0].endswith(": 2 problems; fa_ops cpu")
+
+
+def test_the_header_and_the_current_problem_are_shown_while_a_benchmark_runs(monkeypatch):
+    """Each is on stderr before the problem is measured, with a terminal and without one."""
+    seen = []
+    monkeypatch.setattr(
+        report, "Console", lambda stderr, **o: Console(file=out, force_terminal=terminal, **o)
+    )
+    for terminal in (False, True):
+        out = io.StringIO()
+        for step in report.watched(["D16 full", "D16 causal"], "forward", "cpu", ["a", "b"]):
+            seen.append(out.getvalue())
+            assert "2 problems; a, b" in seen[-1] and step in seen[-1], terminal
+        assert "D16 causal" not in seen[-2]
+    assert seen[0].splitlines()[1:] == ["forward 1/2: D16 full"]
+
+
 def test_plot_writes_a_png(tmp_path):
     pytest.importorskip("matplotlib", reason="the plot needs the extra `bench`")
     path = tmp_path / "out.png"
@@ -44,9 +69,9 @@ def test_plot_writes_a_png(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("forward", "--preset", "nope"), "--preset must be one of"),
+        (("forward", "--preset", "nope"), "'nope' is not one of 'standard', 'lengths'"),
         (("forward", "--only", "flsh"), "no implementation is called 'flsh'"),
-        (("host", "--device", "tpu"), "device must be auto, cuda or cpu"),
+        (("host", "--device", "tpu"), "'tpu' is not one of 'auto', 'cuda', 'cpu'"),
         (("forward", "--preset", "tiny", "--json", "nowhere/a.json"), "no such folder: nowhere"),
         (("forward", "--preset", "tiny", "--plot", "nowhere/a.png"), "no such folder: nowhere"),
         (("decode", "--json", "nowhere/a.json"), "no such folder: nowhere"),

@@ -77,6 +77,7 @@ def test_no_cell_is_started_after_the_time_limit(monkeypatch, capsys):
     clock = iter([0.0, 1.0, 2.0, 9.0])
     monkeypatch.setattr(decode.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(decode, "measure", lambda p, implementations, budget: {"fa_ops": 1.0})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     problems = [DecodeProblem(1, 1024)] * 4
     assert len(decode._rows(problems, [], 60.0, 5.0)) == 2
     assert "2 cells were not started within 5 s" in capsys.readouterr().out
@@ -88,7 +89,7 @@ def test_no_cell_is_started_after_the_time_limit(monkeypatch, capsys):
         (["--backend", "cpu"], "no backend that decodes on CUDA is called 'cpu'"),
         (["--preset", "standard", "--heads", "9/3"], "no heads of 'standard' are '9/3'"),
         (["--only", "flsh"], "no implementation is called 'flsh'"),
-        (["--preset", "all"], "--preset must be one of"),
+        (["--preset", "all"], "'all' is not one of 'standard', 'quick'"),
     ],
 )
 def test_unknown_names_are_refused(options, message):

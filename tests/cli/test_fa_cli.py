@@ -77,6 +77,11 @@ cache
     )
 
 
+def test_version():
+    result = invoke("--version")
+    assert (result.exit_code, result.output) == (0, f"fa_ops {fa_ops.__version__}\n")
+
+
 def test_doctor_runs_as_a_module():
     command = [sys.executable, "-m", "fa_ops", "doctor"]
     run = subprocess.run(command, capture_output=True, text=True)
@@ -125,11 +130,13 @@ def test_doctor_reports_a_cache_folder_that_is_not_writable(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("demo", "--device", "tpu"), "device must be auto, cuda or cpu, got 'tpu'"),
+        (("demo", "--device", "tpu"), "'tpu' is not one of 'auto', 'cuda', 'cpu'"),
         (("demo", "--tokens", "0"), "Invalid value for '--tokens'"),
         (("demo", "--tokens", "many"), "Invalid value for '--tokens'"),
         (("demo", "extra"), "Got unexpected extra argument"),
-        (("docter",), "No such command 'docter'"),
+        (("docter",), "No such command 'docter'. Did you mean 'doctor'?"),
+        (("bench", "forwrd"), "No such command 'forwrd'. Did you mean 'forward'?"),
+        (("colour",), "No such command 'colour'. Try"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments, message):
@@ -194,6 +201,7 @@ def test_demo_runs_the_model_in_four_modes(tiny):
     """All modes, Inductor included, generate the same tokens; both fused ones fuse all layers."""
     result = invoke("demo", "--device", "cpu", "--tokens", "4")
     assert result.exit_code == 0, result.output
+    assert result.output.rstrip().endswith("docs/performance/index.md")
     rows = [line for line in result.output.splitlines() if "4 words" in line]
     assert len(rows) == 4
     assert all("all 4" in row for row in rows)

@@ -134,7 +134,7 @@ def test_plan_divides_the_cases_among_the_targets():
     ("options", "message"),
     [
         ("--backend nothing", "--backend must be one of hopper, triton, cpu, reference"),
-        ("--device tpu", "device must be auto, cuda or cpu"),
+        ("--device tpu", "'tpu' is not one of"),
         ("--device cpu --dtype int8", "--dtype must be one of bfloat16, float16, float32, float64"),
         ("--device cpu --backend hopper", "--backend hopper: "),
         ("--json nowhere/a.json", "no such folder: nowhere"),
