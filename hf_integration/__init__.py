@@ -3,6 +3,7 @@
 "fa_ops_8bit" is the same with 8-bit products in prefills, for inference.
 
     import hf_integration
+    hf_integration.register()  # the import has done it, which a linter does not know
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fa_ops")
 
 Without the import, transformers raises a ValueError for an unknown implementation.

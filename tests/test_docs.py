@@ -1,8 +1,10 @@
 """Every Python example in the README and the documentation runs, in the order of each page."""
 
 import doctest
+import importlib.util
 import re
 import runpy
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -54,6 +56,17 @@ def test_examples_run(page, request, monkeypatch):
     for line, source in examples(page):
         padded = "\n" * line + source  # so that errors have the line numbers of the page
         exec(compile(padded, str(page), "exec"), vars(module))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if FENCE.search(p.read_text())], ids=name_of)
+def test_linters_keep_the_imports_of_examples(page):
+    """A linter deletes an import whose name is not used: examples call what they import."""
+    source = "\n".join(source for _, source in FENCE.findall(page.read_text()))
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F401", "-"]
+    if importlib.util.find_spec("ruff") is None:
+        pytest.skip("ruff is not installed: pip install 'fa-ops[dev]'")
+    result = subprocess.run(command, input=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
 
 
 FUNCTIONS = (

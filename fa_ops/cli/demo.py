@@ -104,8 +104,9 @@ class _Steps:
 
 def _implementation(name: str) -> Callable[[torch.nn.Module], None]:
     def prepare(net: torch.nn.Module) -> None:
-        import hf_integration  # noqa: F401  (registers "fa_ops")
+        import hf_integration
 
+        hf_integration.register()
         net.set_attn_implementation(name)
 
     return prepare

@@ -3,6 +3,7 @@
 "fa_ops_8bit" is the same with 8-bit products, for inference.
 
     import hf_integration.diffusers
+    hf_integration.diffusers.register()  # the import has done it, which a linter does not know
     pipeline.transformer.set_attention_backend("fa_ops")
 
 With `DIFFUSERS_ATTN_BACKEND=fa_ops` it is the default of all models; this import must then come

@@ -121,7 +121,9 @@ def llama(
     from transformers import LlamaConfig, LlamaModel
 
     if implementation == "fa_ops":
-        import hf_integration  # noqa: F401  registers the name
+        import hf_integration
+
+        hf_integration.register()
     config = LlamaConfig(
         **shape,
         num_hidden_layers=layers,

@@ -57,8 +57,9 @@ def text() -> str:
 
 def measure(device: str, tokens: int = 1024, rows: int = 4) -> list[LanguageModelRun]:
     """Run `rows` windows of `tokens` tokens of the text with every implementation."""
-    import hf_integration  # noqa: F401  (registers the implementations)
+    import hf_integration
 
+    hf_integration.register()
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = smollm.load(device, dtype)
     ids = model.tokenizer(text(), return_tensors="pt")["input_ids"][0]
