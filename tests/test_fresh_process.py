@@ -26,6 +26,7 @@ import fa_ops
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 heavy = ("triton", "transformers", "numpy", "compile_passes", "hf_integration")
 print(sorted(new & set(heavy)), "torch.distributed.tensor" in sys.modules)
+assert not [name for name in set(sys.modules) - before if name.startswith("torch._inductor")]
 print(torch.cuda.is_initialized())
 backends = [name for name in sys.modules if name.startswith("fa_ops.backends")]
 print(backends)

@@ -1,11 +1,13 @@
-"""`python -m fa_ops bench host`: host time of an eager call and of its parts.
+"""`python -m fa_ops bench host`: host time of a call and of its parts.
 
-The calls are made without gradients, and forward + backward.
+The calls are made without gradients, and forward + backward; eager, and compiled as a function of
+their own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Annotated
@@ -37,7 +39,7 @@ def runs(device: str, shape: tuple[int, ...] = SHAPE) -> dict[str, Run]:
     peers = {"F.sdpa flash": SDPBackend.FLASH_ATTENTION}
     if device == "cuda":
         peers = {"F.sdpa cudnn": SDPBackend.CUDNN_ATTENTION} | peers
-    return _forward(*inputs, peers) | _training(*inputs, peers)
+    return _forward(*inputs, peers) | _training(*inputs, peers) | _compiled(*inputs)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> dict[str, Run]:
@@ -71,17 +73,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> d
 
 
 def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> dict[str, Run]:
-    """Each gradient of the output is created once, in that output's memory layout."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-    def training(call: Callable[..., Tensor], kernel: SDPBackend | None = None) -> Run:
-        with _context(True, kernel):
-            grad = grad_out(call(*leaves).detach())
-        return Run(
-            lambda _: torch.autograd.grad(call(*leaves), leaves, grad),
-            context=lambda: _context(True, kernel),
-        )
-
+    training = functools.partial(_step, q, k, v)
     operator = torch.ops.fa.attention_backward.default
     out, lse = fa_ops.attention(q, k, v, return_lse=True)
     saved = grad_out(out), None, q, k, v, out, lse
@@ -103,6 +95,39 @@ def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> 
     }
 
 
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, call: Callable[..., Tensor],
+    kernel: SDPBackend | None = None, eager: Callable[..., Tensor] | None = None,
+) -> Run:  # fmt: skip
+    """Forward + backward; the gradient of the output is created once, in the output's layout."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with _context(True, kernel):
+        grad = grad_out((eager or call)(*leaves).detach())
+    return Run(
+        lambda _: torch.autograd.grad(call(*leaves), leaves, grad),
+        context=lambda: _context(True, kernel),
+    )
+
+
+def _compiled(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run]:
+    """Functions of one call each; PyTorch chooses the kernel of SDPA when it compiles."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fa_ops.attention(q, k, v)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    rows = {}
+    for name, function in (("compiled", attention), ("compiled F.sdpa", sdpa)):
+        call = torch.compile(function, fullgraph=True, dynamic=False)
+        rows[f"{name}, forward"] = Run(
+            lambda _, call=call: call(q, k, v), context=lambda: _context(False, None)
+        )
+        rows[f"{name}{TRAINING}"] = _step(q, k, v, call, eager=function)
+    return rows
+
+
 def _name(backend: ModuleType) -> str:
     return backend.__name__.rsplit(".", 1)[-1]
 
@@ -116,7 +141,7 @@ def _context(gradient: bool, kernel: SDPBackend | None) -> Iterator[None]:
 
 def table(times: dict[str, Time]) -> Table:
     """A line for each call: microseconds of host time."""
-    result = Table(title="host time of one eager call")
+    result = Table(title="host time of one call")
     for name in ("call", "us, median", "20 % - 80 %"):
         result.add_column(name, justify="left" if name == "call" else "right")
     for name, time in times.items():
@@ -138,7 +163,7 @@ def main(
     json: options.Json = None,
     bursts: Annotated[int, typer.Option(min=1, help="number of samples of each call")] = 300,
 ) -> None:
-    """Measure the host time of a small eager call and its parts, without and with gradients."""
+    """Measure the host time of a small call and its parts, without and with gradients."""
     device, console = options.device(device), Console()
     times = host_times(runs(device), device, bursts)
     console.print(table(times))

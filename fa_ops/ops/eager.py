@@ -17,7 +17,6 @@ from fa_ops.ops.library import Route
 from fa_ops.ops.schemas import Schema
 from fa_ops.plans import dispatch, planning, recognition
 from fa_ops.plans.planning import Prepared
-from fa_ops.plans.recognition import LastCall
 
 # Runs the public functions once their arguments are collected.
 #
@@ -163,7 +162,5 @@ def find(
     if plan is None:
         return Found(route, None, geometry)
     found = Found(route, plan)
-    if plan.last_call is None or plan.last_call is last or plan.last_call.outcome != found:
-        plan.last_call = LastCall(recognition.like_call(*given), found)
-    recognition.keep(options, plan.last_call)
+    recognition.note(options, plan, found, recognition.like_call, given, last)
     return found

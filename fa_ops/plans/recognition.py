@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa_ops.call import backend_option
 from fa_ops.call.options import selector
+
+if TYPE_CHECKING:
+    from fa_ops.plans.planning import Prepared
 
 try:  # TorchDynamo's guards compare tensors in one call of C++
     from torch._C._dynamo.guards import TensorGuards
@@ -23,24 +26,35 @@ class LastCall(NamedTuple):
     Most calls repeat one of them with tensors at other addresses. To compare its tensors with those
     of a new call, in C++, takes a third of the time that it takes to describe and look up their
     geometry, which saves 1.6 to 3 us of a call. The last forward call with each tuple of options is
-    in `last_calls`; each forward plan keeps its last backward pass.
+    in `last_calls`; each forward plan keeps its last backward pass. Call sites in compiled code
+    have their last calls in `last_calls` too, forward and backward.
     """
 
     # Of tensors: whether they have the geometry of this call's own, and the dispatch keys.
     matches: Callable[..., bool]
-    outcome: Any  # of a forward call an `ops.eager.Found`, of a backward pass its settings and run
+    # of a forward call an `ops.eager.Found`; of a backward pass its settings and run, or its plan
+    outcome: Any
 
 
-last_calls: dict[tuple, LastCall] = {}  # forward calls, by options
+last_calls: dict[tuple, LastCall] = {}  # by options
 
 _LIMIT = 1024
 
 
-def keep(options: tuple, call: LastCall) -> None:
-    """Note the last forward call with these options."""
+def note(
+    options: tuple, plan: Prepared, outcome: Any, like: Callable, tensors: tuple,
+    refused: LastCall | None,
+) -> None:  # fmt: skip
+    """Note the last call with these options, and keep it with its plan for other options.
+
+    `like` makes the test of its tensors; `refused` has one that was False for them.
+    """
+    last = plan.last_call
+    if last is None or last is refused or last.outcome != outcome:
+        plan.last_call = last = LastCall(like(*tensors), outcome)
     if len(last_calls) >= _LIMIT:
         last_calls.clear()
-    last_calls[options] = call
+    last_calls[options] = last
 
 
 def precision_of(dtype: torch.dtype) -> str | None:
@@ -59,7 +73,7 @@ def like_call(q: Tensor, k: Tensor, v: Tensor, *operands: Tensor | None) -> Call
     """A test whether a forward call with other tensors has the geometry of one with these."""
     are_like = like(q, k, v, *operands, may_be_nested=True)
     precision = precision_of(q.dtype)
-    shared = None if k.shape == v.shape else k.data_ptr() == v.data_ptr()
+    shared = shares_memory(k, v)
     if precision is None and shared is None:
         return are_like
 
@@ -71,6 +85,20 @@ def like_call(q: Tensor, k: Tensor, v: Tensor, *operands: Tensor | None) -> Call
         )
 
     return matches
+
+
+def like_backward(*given: Tensor | None) -> Callable[..., bool]:
+    """The same of the tensors of a backward pass."""
+    are_like = like(*given)
+    shared = shares_memory(*given[3:5])
+    if shared is None:
+        return are_like
+    return lambda *others: are_like(*others) and shares_memory(*others[3:5]) is shared
+
+
+def shares_memory(k: Tensor, v: Tensor) -> bool | None:
+    """Whether values are part of the keys; None where they have the same shape."""
+    return None if k.shape == v.shape else k.data_ptr() == v.data_ptr()
 
 
 def like(*tensors: Tensor | None, may_be_nested: bool = False) -> Callable[..., bool]:

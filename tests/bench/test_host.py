@@ -13,11 +13,13 @@ FORWARD = {
     "fa_ops.attention", "fa_ops.attention, lse", "fa_ops.attention, bool mask",
     "fa_ops.attention_varlen", "inside: torch.ops.fa.attention", "inside: planning",
     "inside: backend cpu", "F.sdpa flash", "torch.empty_like",
+    "compiled, forward", "compiled F.sdpa, forward",
 }  # fmt: skip
 BACKWARD = {
     "fa_ops.attention, forward + backward", "inside: torch.ops.fa.attention_backward",
     "inside: backend cpu, backward", "F.sdpa flash, forward + backward",
-    "torch.addcmul, forward + backward",
+    "torch.addcmul, forward + backward", "compiled, forward + backward",
+    "compiled F.sdpa, forward + backward",
 }  # fmt: skip
 SHAPE = (1, 2, 16, 8)
 
@@ -42,9 +44,9 @@ def test_every_row_has_a_time(tmp_path):
 
 
 def test_forward_rows_compute_attention_without_gradients():
-    rows = results(("fa_ops.attention", "fa.attention", "backend cpu", "sdpa"))
+    rows = results(("fa_ops.attention", "fa.attention", "backend cpu", "sdpa", "compiled"))
     forward = {name: row for name, row in rows.items() if name in FORWARD}
-    assert len(forward) == 7
+    assert len(forward) == 9
     expected, _ = forward.pop("F.sdpa flash")
     for name, (out, recorded) in forward.items():
         out = out[0] if isinstance(out, tuple) else out
@@ -56,7 +58,7 @@ def test_forward_rows_compute_attention_without_gradients():
 
 
 def test_backward_rows_compute_the_same_three_gradients():
-    rows = {name: row for name, row in results(("ward",)).items() if "addcmul" not in name}
+    rows = {name: row for name, row in results(("backward",)).items() if "addcmul" not in name}
     assert rows.keys() == {name for name in BACKWARD if "addcmul" not in name}
     expected, _ = rows["F.sdpa flash, forward + backward"]
     assert len(expected) == 3 and all(grad.abs().max() > 1e-3 for grad in expected)
@@ -77,5 +79,6 @@ def test_sdpa_rows_enable_only_the_named_kernel(monkeypatch):
 
     original = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
+    monkeypatch.setattr(host, "_compiled", lambda *args: {})  # which cannot have a spy
     results(("sdpa flash",))
     assert len(enabled) == 3 and set(enabled) == {(True, False)}
