@@ -6,6 +6,7 @@ text, and nothing is known of widths.
 
 import functools
 import http.server
+import importlib
 import json
 import re
 import shutil
@@ -149,6 +150,19 @@ def test_links_of_the_site_lead_to_files_and_anchors(site):
     contents = pages(site)
     assert len(contents) > 40
     assert not broken_links(site, contents)
+
+
+@pytest.mark.parametrize(
+    "name", ["fa_ops", "fa_ops.distributed", "fa_ops.testing", "compile_passes", "hf_integration"]
+)
+def test_the_reference_shows_every_public_function_and_class(name, site):
+    """A function with the name of a module is easily taken for the module, and left out."""
+    module = importlib.import_module(name)
+    public = [x for x in dir(module) if not x.startswith("_")]
+    public = [x for x in getattr(module, "__all__", public) if callable(getattr(module, x))]
+    page = Content((site / f"reference/{name.rpartition('.')[2]}/index.html").read_text())
+    shown = {anchor.rpartition(".")[2] for anchor in page.anchors if anchor.startswith(name)}
+    assert public and not set(public) - shown
 
 
 def test_broken_links_are_found(tmp_path):
