@@ -198,11 +198,14 @@ def values(
     `name` is that of the keys.
     """
     if tensors.new_key is not None:
+        caches = [(n, x, *cache_memory.span(x)) for n, x in zip(NAMES, (k, v))]
         for other, t in (("query", q), ("key", tensors.new_key), ("value", tensors.new_value)):
-            for cache_name, cache in zip(NAMES, (k, v)):
-                message = "{} shares memory with {}, which is written to: pass {}.clone()"
-                need(not cache_memory.share_memory(t, cache), message, other, cache_name, other)
-    lens, table = tensors.kv_lens.long(), tensors.page_table
+            start, end = cache_memory.span(t)
+            for cache_name, cache, first, last in caches:
+                if start < last and first < end:
+                    message = "{} shares memory with {}, which is written to: pass {}.clone()"
+                    need(not cache_memory.share_memory(t, cache), message, other, cache_name, other)
+    lens, table = tensors.kv_lens, tensors.page_table
     new = 0 if tensors.new_key is None else tensors.new_key.shape[2]
     size = 1 if table is None else k.shape[1]
     capacity = k.shape[2] if table is None else table.shape[1] * size

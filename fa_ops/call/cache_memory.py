@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,14 @@ def extent(t: Tensor) -> int:
     """The bytes from the beginning of the first element to the end of the last one."""
     if not t.numel():
         return 0
-    return t.itemsize * (1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride())))
+    strides = t.stride()
+    return t.itemsize * (1 + sum(map(mul, t.shape, strides)) - sum(strides))
+
+
+def span(t: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte, and behind the last one."""
+    first = t.data_ptr()
+    return first, first + extent(t)
 
 
 def is_narrowed(part: Tensor, whole: Tensor) -> bool:

@@ -141,9 +141,11 @@ def values(
     ends_q, ends_k, lens = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens
     cu_seqlens("cu_seqlens_q", ends_q, q.shape[0])
     cu_seqlens("cu_seqlens_k", ends_k, k.shape[0])
-    max_seqlen("max_seqlen_q", longest[0], ends_q.diff(), "queries")
-    keys = ends_k.diff() if lens is None else torch.minimum(ends_k.diff(), lens)
-    max_seqlen("max_seqlen_k", longest[1], keys, "keys")
+    if longest[0] is not None:
+        max_seqlen("max_seqlen_q", longest[0], ends_q.diff(), "queries")
+    if longest[1] is not None:
+        keys = ends_k.diff() if lens is None else torch.minimum(ends_k.diff(), lens)
+        max_seqlen("max_seqlen_k", longest[1], keys, "keys")
 
 
 def max_seqlen(name: str, most: int | None, lens: Tensor, what: str) -> None:
@@ -173,6 +175,8 @@ def cu_seqlens(name: str, given: Tensor, tokens: int, all_tokens: bool = True) -
     Warns once if they leave tokens out; not `all_tokens`: which may be.
     """
     before, ends = 0, given.tolist()
+    if ends[0] == 0 and ends[-1] == tokens and ends == sorted(ends):
+        return
     remedy = lambda: (  # noqa: E731
         f"if {name} holds lengths, pass torch.nn.functional.pad({name}.cumsum(0), (1, 0)).int()"
     )

@@ -97,7 +97,7 @@ def key_of(
         if k_shape != v_shape:  # values may be part of the keys
             key += (k.data_ptr() == v.data_ptr(),)
         if dtype is torch.float32:
-            key += (torch.backends.cuda.matmul.fp32_precision,)
+            key += (recognition.precision_of(dtype),)
         if operands is not NO_OPERANDS:
             given = signature.operands.select(operands)
             key += tuple(

@@ -26,7 +26,12 @@ class Batch(NamedTuple):
 
     def dense(self, x: Tensor, tokens: slice) -> Tensor:
         """View these tokens of (T, H, D) as (size, H, S, D)."""
-        return x[tokens].unflatten(0, (self.size, -1)).transpose(1, 2)
+        (_, H, D), (token, head, feature) = x.shape, x.stride()
+        S = (tokens.stop - tokens.start) // self.size
+        strides = S * token, head, token, feature
+        return x.as_strided(
+            (self.size, H, S, D), strides, x.storage_offset() + tokens.start * token
+        )
 
     def dense_lse(self, lse: Tensor) -> Tensor:
         """View (Hq, T) as (size, Hq, S)."""
@@ -43,10 +48,8 @@ class Batch(NamedTuple):
         return call.rows(slice(self.b, self.b + self.size), *tensors, saved)
 
 
-def _batches(call: Call) -> Iterator[Batch]:
-    """All sequences with queries. Borders are clamped, so wrong ones cannot read out of bounds."""
-    ends_q = call.operands.cu_seqlens_q.clamp(0, call.query.shape[0]).tolist()
-    ends_k = call.operands.cu_seqlens_k.clamp(0, call.key.shape[0]).tolist()
+def batches(ends_q: list[int], ends_k: list[int]) -> Iterator[Batch]:
+    """All sequences with queries, given the borders of all, which are within the tokens."""
     lengths = [
         (max(0, ends_q[b + 1] - ends_q[b]), max(0, ends_k[b + 1] - ends_k[b]))
         for b in range(len(ends_q) - 1)
@@ -62,6 +65,12 @@ def _batches(call: Call) -> Iterator[Batch]:
         if Sq:
             yield Batch(b, size, slice(q, q + size * Sq), slice(k, k + size * Sk))
         b = last
+
+
+def _batches(call: Call) -> Iterator[Batch]:
+    """The same of a call. Borders are clamped, so wrong ones cannot read out of bounds."""
+    ends = call.operands.cu_seqlens_q, call.operands.cu_seqlens_k
+    return batches(*(x.clamp(0, len(t)).tolist() for x, t in zip(ends, call[:2])))
 
 
 def varlen_forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -109,24 +118,32 @@ def varlen_backward(call: Call) -> Gradients:
 _FP8 = torch.float8_e4m3fn
 
 
-def cache_forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Append the new keys and values, if any, then attend."""
+def append(call: Call) -> tuple[Tensor, Tensor]:
+    """Write the new keys and values, if any; return the query, rotated if it is to be, and kv_lens
+    with the new keys.
+    """
     (q, k, v), tensors, interleaved = call[:3], call.operands, call.options.rotary_interleaved
-    lens, table = tensors.kv_lens.long(), tensors.page_table
-    if tensors.new_key is not None:
-        _append(k, v, tensors, lens, interleaved)
-        lens = lens + tensors.new_key.shape[2]
+    lens, new = tensors.kv_lens, tensors.new_key
+    if new is not None:
+        _append(k, v, tensors, interleaved)
+        lens = lens + new.shape[2]
+    if tensors.rotary_cos is not None and q.numel():
+        steps = torch.arange(q.shape[2]) - q.shape[2]
+        q = _rotated(q, tensors, interleaved, (lens.long()[:, None] + steps).clamp_(min=0))
+    return q, lens
+
+
+def cache_forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Attend a cache, to which nothing is written."""
+    (q, k, v), tensors = call[:3], call.operands
+    lens, table = tensors.kv_lens, tensors.page_table
     if not q.numel():  # which aten's kernel divides by
         lse = torch.empty(q.shape[:3], dtype=scores.accumulator(q.dtype))
         return scores.empty_out(q, v), lse
-    if tensors.rotary_cos is not None:
-        steps = torch.arange(q.shape[2]) - q.shape[2]
-        q = _rotated(q, tensors, interleaved, (lens[:, None] + steps).clamp_(min=0))
     longest = max(int(lens.max()), 1)
     keys = _keys(k, table, tensors.k_scale, q.dtype, len(q), longest)
     values = _keys(v, table, tensors.v_scale, q.dtype, len(q), longest)
-    attend = call._replace(operands=tensors._replace(kv_lens=lens.int()))
-    return dense.forward(attend.rows(slice(None), q, keys, values))
+    return dense.forward(call.rows(slice(None), q, keys, values))
 
 
 def _keys(
@@ -160,10 +177,17 @@ def _factors(scale: Tensor, pages: Tensor | None, at: Tensor) -> Tensor:
     return scale[pages, at % scale.shape[1]].transpose(1, 2).unsqueeze(-1)
 
 
-def _append(k: Tensor, v: Tensor, tensors: Operands, lens: Tensor, interleaved: bool) -> None:
-    """Write the new keys (rotated) and values after the existing `lens` keys."""
+def _append(k: Tensor, v: Tensor, tensors: Operands, interleaved: bool) -> None:
+    """Write the new keys (rotated) and values after the existing `kv_lens` keys."""
     key, value, table = tensors.new_key, tensors.new_value, tensors.page_table
     B, _, Sn, _ = key.shape
+    if table is None and tensors.rotary_cos is None and k.dtype == key.dtype:
+        lens = tensors.kv_lens.tolist()
+        if lens.count(lens[0]) == B:
+            k.narrow(2, lens[0], Sn).copy_(key)
+            v.narrow(2, lens[0], Sn).copy_(value)
+            return
+    lens = tensors.kv_lens.long()
     at = lens[:, None] + torch.arange(Sn)  # (B, Sn)
     row = torch.arange(B)[:, None].expand(B, Sn)
     key = key if tensors.rotary_cos is None else _rotated(key, tensors, interleaved, at)
