@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
-from fa_ops.bench import features, problems, report, sweep
+from fa_ops.bench import cpu, features, problems, report, sweep
 from fa_ops.cli import bench as app
 
 
@@ -80,6 +80,7 @@ def test_plot_writes_a_png(tmp_path):
         (("features", "--kv-heads", "3"), "16 query heads are no multiple of 3 key heads"),
         (("forward", "--threads", "0"), "Invalid value for '--threads'"),
         (("cpu", "--only", "softcup"), "no contender is called 'softcup'"),
+        (("cpu", "--preset", "large"), "Invalid value for '--preset'"),
         (("cpu", "--length", "0"), "Invalid value for '--length'"),
         (("features", "--tokens", "0"), "Invalid value for '--tokens'"),
     ],
@@ -89,6 +90,19 @@ def test_invalid_options_are_refused(arguments, message):
     assert result.exit_code == 2
     words = " ".join(line.strip("│ ") for line in result.output.splitlines())
     assert message in words
+
+
+def test_small_calls_are_measured_beside_sdpa_and_give_its_results():
+    result = run("cpu", "--preset", "small", "--rounds", 1, "--only", "32 x 16,cache")
+    assert result.exit_code == 0, result.output
+    names = list(cpu.small_problems())
+    for name in names:
+        assert (name in result.output) == ("32 x 16" in name or "cache" in name), name
+    for name, (ours, theirs) in cpu.small_problems().items():
+        with torch.no_grad():
+            found, expected = (one.call(*one.inputs) for one in (ours, theirs))
+        tolerance = 1e-5 if found.dtype == torch.float32 else 0.02
+        assert (found - expected).abs().max() < tolerance, name
 
 
 def test_features_are_compared_with_plain_causal_attention(tmp_path):
