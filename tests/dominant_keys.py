@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from fa_ops.call.options import Quantization, Spec
-from fa_ops.testing.quantized import call, exact
+from fa_ops.call.call import attention_call
+from fa_ops.testing.budget import by_operator
+from fa_ops.testing.quantized import exact
 
 E4M3 = torch.float8_e4m3fn
 POSITIONS = ("first", "middle", "last")
@@ -35,7 +36,10 @@ def relative_error(
         rest -= k[0, 0, at, feature]
     q, k, v = (t.to(device, E4M3) for t in (q, k, v))
     one = torch.ones((), device=device)
-    how, spec = Quantization(one, one, one, None, False, False), Spec(backend=backend)
-    wanted, _ = exact(q, k, v, how, spec)
-    error = call(q, k, v, how, spec)[0].double() - wanted
+    call = attention_call(
+        q, k, v, q_scale=one, k_scale=one, v_scale=one, smooth_key=False, eight_bits=True,
+        backend=backend,
+    )  # fmt: skip
+    wanted, _ = exact(call)
+    error = by_operator(call)[0].double() - wanted
     return (error.norm() / wanted.norm()).item()

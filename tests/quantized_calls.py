@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import fa_ops
 from fa_ops.testing.quantized import QuantizedCase
+from tests.groups import groups
 
 
 def run(case: QuantizedCase, backend: str | None = None) -> tuple:
@@ -16,7 +17,7 @@ def run(case: QuantizedCase, backend: str | None = None) -> tuple:
 
 def public_call(case: QuantizedCase, backend: str | None = None) -> tuple[Callable, tuple, dict]:
     """The public function, its arguments and its keywords."""
-    q, k, v, how, spec = case.fresh()
+    q, k, v, how, spec = groups(case.fresh())
     options = dict(
         is_causal=spec.is_causal, scale=spec.scale, window=(spec.window_left, spec.window_right),
         softcap=spec.softcap, sinks=spec.sinks, kv_lens=spec.kv_lens, key_ranges=spec.key_ranges,
@@ -31,7 +32,7 @@ def public_call(case: QuantizedCase, backend: str | None = None) -> tuple[Callab
 
 def call_of(case: QuantizedCase) -> tuple[tuple, dict]:
     """The operator's arguments and keywords."""
-    q, k, v, how, spec = case.fresh()
+    q, k, v, how, spec = groups(case.fresh())
     names = "scale", "window_left", "window_right", "softcap", "sinks", "kv_lens", "key_ranges"
     options = {name: getattr(spec, name) for name in names}
     options |= dict(zip(how._fields[3:], how[3:]))

@@ -43,7 +43,7 @@ def runs(device: str, shape: tuple[int, ...] = SHAPE) -> dict[str, Run]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> dict[str, Run]:
-    call = planning.normalised(Call.of(q, k, v))
+    call = planning.normalised(Call(q, k, v))
     scalars = DENSE.scalars(Options())
     module = dispatch.choose(call)
     plan = planning.plan_of(DENSE, q, k, v, NO_OPERANDS, scalars)
@@ -78,7 +78,7 @@ def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> 
     out, lse = fa_ops.attention(q, k, v, return_lse=True)
     saved = grad_out(out), None, q, k, v, out, lse
     given = Saved(saved[0], None, out, lse)
-    call = planning.normalised(Call.of(q, k, v, saved=given))
+    call = planning.normalised(Call(q, k, v, saved=given))
     module, scalars = dispatch.choose(call), DENSE.scalars(Options())
     plan = planning.prepared_backward(DENSE, Options(), scalars, q, k, v, NO_OPERANDS, given)
     sdpa = F.scaled_dot_product_attention

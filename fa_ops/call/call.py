@@ -17,13 +17,9 @@ from fa_ops.call.options import (
     MAX_SHORT_ROWS,
     MIN_DECODING_KEYS,
     NO_OPERANDS,
-    Cache,
     Operands,
     OperandSet,
     Options,
-    Packing,
-    Quantization,
-    Spec,
     new_operands,
 )
 
@@ -185,6 +181,11 @@ class Call(NamedTuple):
         has_room = k.numel() > 0 and (table is None or table.numel() > 0)
         return not has_room or (self.operands.new_key is None and not q.numel())
 
+    @property
+    def lacks_features(self) -> bool:
+        """Whether the head dimension of query and key, or of value, is 0."""
+        return 0 in (self.query.shape[-1], self.value.shape[-1])
+
     def without_tensors(self) -> Call:
         """The call's options alone, which may be kept."""
         return Call(None, None, None, NO_OPERANDS, self.options, None, self.backend)
@@ -240,73 +241,6 @@ class Call(NamedTuple):
         """The factor on the products: the option, or 1 / sqrt(D); any, without features."""
         scale = self.options.scale
         return max(self.query.shape[-1], 1) ** -0.5 if scale is None else scale
-
-    # Arguments of backends' functions, which take those of a call that they need in groups.
-
-    @property
-    def spec(self) -> Spec:
-        """The operands and options of every call."""
-        t, o = self.operands, self.options
-        return Spec(
-            t.attn_mask, o.dropout_p, o.is_causal, o.scale, o.window_left, o.window_right,
-            o.softcap, t.alibi_slopes, t.sinks, t.kv_lens, t.key_ranges, t.dropout_seed,
-            o.deterministic, o.backend, t.mask_blocks,
-        )  # fmt: skip
-
-    @property
-    def packing(self) -> Packing | None:
-        """The borders and longest lengths of packed sequences."""
-        o, t = self.options, self.operands
-        if not o.packed:
-            return None
-        return Packing(t.cu_seqlens_q, t.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k)
-
-    @property
-    def cache(self) -> Cache | None:
-        """What calls over a cache have, and the page table of packed calls."""
-        o, t = self.options, self.operands
-        if o.over_cache:
-            return Cache(
-                t.page_table, t.new_key, t.new_value, t.k_scale, t.v_scale, t.rotary_cos,
-                t.rotary_sin, o.rotary_interleaved, o.num_splits, o.batch_invariant, t.unified_max,
-            )  # fmt: skip
-        return None if t.page_table is None else Cache(t.page_table)
-
-    @property
-    def quantization(self) -> Quantization | None:
-        """What calls whose products are of 8-bit numbers have."""
-        o, t = self.options, self.operands
-        if not o.eight_bits:
-            return None
-        return Quantization(t.q_scale, t.k_scale, t.v_scale, o.qk_dtype, o.smooth_key, o.rotate)
-
-    @property
-    def arguments(self) -> tuple:
-        """The arguments of backends' functions after query, key and value."""
-        o = self.options
-        if o.packed:
-            return self.packing, self.spec
-        if o.eight_bits:
-            return self.quantization, self.spec
-        return (self.cache, self.spec) if o.over_cache else (self.spec,)
-
-    @classmethod
-    def of(
-        cls, query: Tensor | None, key: Tensor | None, value: Tensor | None,
-        spec: Spec = Spec(),  # noqa: B008 - a tuple
-        packing: Packing | None = None, cache: Cache | None = None, saved: Saved | None = None,
-        backend: str = "auto", quantization: Quantization | None = None,
-    ) -> Call:  # fmt: skip
-        """The call with these groups of arguments."""
-        arguments = spec._asdict() | (packing._asdict() if packing else {})
-        if cache is not None:
-            more = cache._asdict()
-            more |= {"new_key": more.pop("key"), "new_value": more.pop("value")}
-            arguments |= more | {"over_cache": packing is None}
-        if quantization is not None:
-            arguments |= quantization._asdict() | {"eight_bits": True}
-        call = attention_call(query, key, value, saved=saved, **arguments)
-        return call._replace(backend=backend)
 
 
 def attention_call(
@@ -487,20 +421,6 @@ def general_plan(
     if call.is_backward:
         return general("backward", varlen_backward if call.is_packed else backward)
     return general("forward", varlen_forward if call.is_packed else forward)
-
-
-def general_of_groups(kernel: str, function: Callable) -> Plan:
-    """`general` for a function of groups of arguments."""
-
-    def run(call: Call) -> Any:
-        tensors = call.query, call.key, call.value
-        if call.saved is None:
-            return function(*tensors, *call.arguments)
-        grad_out, grad_lse, out, lse, mask_grad = call.saved
-        more = (True,) if mask_grad else ()
-        return function(grad_out, grad_lse, *tensors, out, lse, *call.arguments, *more)
-
-    return general(kernel, run)
 
 
 def rows_contiguous(t: Tensor) -> Tensor:

@@ -26,49 +26,6 @@ MAX_SHORT_GRADIENT_ROWS = 64  # the same in a backward pass
 MAX_SHORT_HEAD_DIM = 64
 
 
-class Spec(NamedTuple):
-    """The operands and options of every call, as backends' functions and tests take them.
-
-    `Call.spec` makes it. Its first three fields and `keywords` are arguments of dense operators.
-    """
-
-    # bool (True keeps) or float (added), broadcastable to (B, Hq, Sq, Sk)
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False  # aligned at the bottom right
-    scale: float | None = None  # None: 1/sqrt(D)
-    window_left: int = -1  # keys to the left of the diagonal that stay visible; -1: all
-    window_right: int = -1
-    softcap: float = 0.0  # 0: off
-    alibi_slopes: Tensor | None = None  # fp32 (Hq,) or (B, Hq)
-    sinks: Tensor | None = None  # (Hq,), joins the softmax denominator only
-    kv_lens: Tensor | None = None  # int32 (B,)
-    key_ranges: Tensor | None = None  # int32 (B or 1, Hq or 1, Sq or 1, 2)
-    # int64, one element; in dense calls also int32 (B, Hq, Sq), a word for each row
-    dropout_seed: Tensor | None = None
-    deterministic: bool = False  # bitwise repeatable backward
-    backend: str | None = None  # None: the current default
-    mask_blocks: Tensor | None = None  # int32, of `mask_blocks_shape`: what attn_mask may skip
-
-    @property
-    def operands(self) -> Operands:
-        """The optional tensors; `NO_OPERANDS` itself where there are none."""
-        mask, slopes, sinks, lens = self.attn_mask, self.alibi_slopes, self.sinks, self.kv_lens
-        ranges, seed = self.key_ranges, self.dropout_seed
-        if mask is slopes is sinks is lens is ranges is seed is self.mask_blocks is None:
-            return NO_OPERANDS
-        return Operands(mask, slopes, sinks, lens, ranges, seed, self.mask_blocks)
-
-    def with_operands(self, operands: Operands) -> Spec:
-        """The same options with other optional tensors."""
-        return Spec(
-            operands.attn_mask, self.dropout_p, self.is_causal, self.scale, self.window_left,
-            self.window_right, self.softcap, operands.alibi_slopes, operands.sinks,
-            operands.kv_lens, operands.key_ranges, operands.dropout_seed, self.deterministic,
-            self.backend, operands.mask_blocks,
-        )  # fmt: skip
-
-
 class Operands(NamedTuple):
     """Every tensor that a call may have besides query, key and value, None where absent."""
 
@@ -177,34 +134,6 @@ def bounded(side: int) -> int:
     return -1 if side >= UNBOUNDED else side
 
 
-class Packing(NamedTuple):
-    """The packing of a variable-length batch along the token dimension."""
-
-    cu_seqlens_q: Tensor  # int32 (B + 1,)
-    cu_seqlens_k: Tensor  # int32 (B + 1,)
-    max_seqlen_q: int | None = None  # None: the number of query tokens, a safe upper bound
-    max_seqlen_k: int | None = None
-
-
-class Cache(NamedTuple):
-    """The cache arguments of a call, and the keys and values to append; kv_lens is in the Spec."""
-
-    page_table: Tensor | None = None  # int32 (B, max_pages): caches are (pages, page_size, Hkv, D)
-    key: Tensor | None = None  # (B, Hkv, Sn, D), appended to the kv_lens keys of each row
-    value: Tensor | None = None  # (B, Hkv, Sn, Dv)
-    # factors of cached fp8 numbers: fp32 (B, Hkv) or (B, Hkv, S); with a page_table (B, Hkv),
-    # (pages, 1, Hkv) or (pages, page_size, Hkv)
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    rotary_cos: Tensor | None = None  # (positions, R / 2): the first R features are rotated
-    rotary_sin: Tensor | None = None
-    rotary_interleaved: bool = False  # pairs are (0, 1), (2, 3), ...; else (0, R / 2), ...
-    num_splits: int = 0  # number of splits of each row's keys; 0: chosen by the backend
-    batch_invariant: bool = False  # a row's bits do not depend on the rest of the batch
-    # fp32 (Hq,): an estimate of each head's largest score; no result depends on it
-    unified_max: Tensor | None = None
-
-
 # What a scale of a cache is for; one of a page of one token is for the page.
 NO_SCALES, ROW_SCALES, PAGE_SCALES, TOKEN_SCALES = range(4)
 
@@ -217,21 +146,6 @@ def scales_of(k_scale: Tensor | None, v_scale: Tensor | None, is_paged: bool) ->
     if scale.dim() == 2:
         return ROW_SCALES
     return PAGE_SCALES if is_paged and scale.shape[1] == 1 else TOKEN_SCALES
-
-
-class Quantization(NamedTuple):
-    """The options for quantising 16-bit tensors, or the scales of 8-bit tensors.
-
-    A scale is float32 with one element, (B, H), or of query and key (B, H, S) or (B, H,
-    ceil(S / SCALE_BLOCK)), of value (B, H, Dv).
-    """
-
-    q_scale: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    qk_dtype: torch.dtype | None = None  # of quantised query and key; None: int8
-    smooth_key: bool = True  # subtract the mean of the keys, which no weight depends on
-    rotate: bool = False  # rotate the features of query and key alike
 
 
 SCALE_BLOCK = 64  # keys that share a scale
@@ -262,31 +176,9 @@ def mask_blocks_shape(mask: Tensor) -> tuple[int, int, int]:
     return B, H, m * (n + 1) + n * (m + 1)
 
 
-def default_scale(spec: Spec, head_dim: int) -> float:
-    """The factor on the products: the scale given, or 1 / sqrt(D); any, without features."""
-    return max(head_dim, 1) ** -0.5 if spec.scale is None else spec.scale
-
-
-def with_appended_lens(spec: Spec, cache: Cache) -> Spec:
-    """The spec with kv_lens that count the appended keys too."""
-    return spec if cache.key is None else spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])
-
-
-def keywords(spec: Spec) -> dict:
-    """An operator's keyword arguments: the options that are not at their default."""
-    return {
-        name: value
-        for name, value in zip(Spec._fields, spec)
-        if name in _KEYWORDS and not is_default(value, Spec._field_defaults[name])
-    }
-
-
 def is_default(value: object, default: object) -> bool:
     """Whether an argument need not be given; tensors are compared by identity."""
     return value is default or (type(value) is float and value == default)
-
-
-_KEYWORDS = frozenset(Spec._fields) - {"attn_mask", "dropout_p", "is_causal"}
 
 
 # Facts that follow from the shapes, strides and addresses of a call's tensors.

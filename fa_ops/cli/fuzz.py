@@ -23,8 +23,7 @@ from rich.table import Table
 from fa_ops.bench import options
 from fa_ops.bench.report import environment, write_json
 from fa_ops.call import backend_option, cache_checks, checks
-from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import Packing
+from fa_ops.call.call import Saved
 from fa_ops.plans import dispatch
 from fa_ops.testing import Arena, CacheCase, QuantizedCase, assert_right, make_case, random_calls
 from fa_ops.testing.allocators import poisoned_memory
@@ -348,29 +347,16 @@ def _case_of(
 
 def refusal(backend: str, case: random_calls.AnyCase) -> str | None:
     """Why the backend cannot run a case; None where it can."""
-    q, k, v, *cache, spec = case.fresh()
-    if isinstance(case, QuantizedCase):
-        call = Call.of(q, k, v, spec, quantization=cache[0], backend=backend)
-    elif cache:
-        call = Call.of(q, k, v, spec, cache=cache[0], backend=backend)
-    else:
-        call = Call.of(q, k, v, spec, _packing(q), backend=backend)
-    return dispatch.refusal(backend, call)
-
-
-def _packing(q: torch.Tensor) -> Packing | None:
-    """That tokens are packed is all that backends ask."""
-    return Packing(q, q) if q.dim() == 3 else None
+    return dispatch.refusal(backend, case.fresh().changed(backend=backend))
 
 
 def has_gradients(backend: str, case: random_calls.AnyCase) -> bool:
     """Whether the backend has a backward pass for a case that it supports."""
     if isinstance(case, CacheCase | QuantizedCase):
         return False
-    q, k, v, spec = case.fresh()[:4]
-    saved = Saved(q, None, q, q)  # that there are such tensors is all that backends ask
-    call = Call.of(q, k, v, spec, _packing(q), saved=saved, backend=backend)
-    return dispatch.refusal(backend, call) is None
+    call = case.fresh()
+    saved = Saved(call.query, None, call.query, call.query)  # that there are some is all they ask
+    return dispatch.refusal(backend, call.changed(saved=saved, backend=backend)) is None
 
 
 @contextlib.contextmanager

@@ -115,16 +115,14 @@ class _Lengths(NamedTuple):
 
 
 def _lengths_of_rows(call: Call) -> _Lengths:
-    packing, tokens, keys = call.packing, len(call.query), len(call.key)
-    ends = borders(packing.cu_seqlens_q, tokens)
-    longest_q = _longest(ends, packing.max_seqlen_q, tokens)
-    if call.cache is not None:
-        longest_k = _smaller(
-            packing.max_seqlen_k, call.cache.page_table.shape[1] * call.key.shape[1]
-        )
+    (q, k, _), t, o = call[:3], call.operands, call.options
+    ends = borders(t.cu_seqlens_q, len(q))
+    longest_q = _longest(ends, o.max_seqlen_q, len(q))
+    if t.page_table is not None:
+        longest_k = _smaller(o.max_seqlen_k, call.num_keys)
         return _Lengths(ends, None, longest_q, max(longest_k, 1))
-    ends_k = borders(packing.cu_seqlens_k, keys)
-    return _Lengths(ends, ends_k, longest_q, max(_longest(ends_k, packing.max_seqlen_k, keys), 1))
+    ends_k = borders(t.cu_seqlens_k, len(k))
+    return _Lengths(ends, ends_k, longest_q, max(_longest(ends_k, o.max_seqlen_k, len(k)), 1))
 
 
 def shape_of_rows(call: Call) -> Call:
@@ -146,7 +144,7 @@ def shape_of_rows(call: Call) -> Call:
 
 
 def _has_keys(call: Call) -> bool:
-    return len(call.key) > 0 and (call.cache is None or call.cache.page_table.shape[1] > 0)
+    return len(call.key) > 0 and (not call.is_paged or call.operands.page_table.shape[1] > 0)
 
 
 def _with_unused_key(call: Call) -> Call:

@@ -86,11 +86,6 @@ def _gradients(call: Call) -> Gradients:
 _FEATURES = 16  # in place of none at all, neither of keys nor of values
 
 
-def needs_features(call: Call) -> bool:
-    """Whether the head dimension of query and key, or of value, is 0."""
-    return 0 in (call.query.shape[-1], call.value.shape[-1])
-
-
 def with_features(call: Call) -> Call:
     """The call with zeros for the features that it lacks, so that every kernel can run it.
 

@@ -333,7 +333,7 @@ def _normalised(call: Call, step: Callable[[Operands], Operands] | None) -> Call
         options = options._replace(window_left=left, window_right=right)
     backend = options.backend or backend_option.chosen() or "auto"
     call = call._replace(options=options, backend=backend)
-    return outputs.with_features(call) if outputs.needs_features(call) else call
+    return outputs.with_features(call) if call.lacks_features else call
 
 
 def _normalising_step(tensors: Operands) -> Callable[[Operands], Operands] | None:
@@ -363,7 +363,7 @@ def _with_steps_before(
     check_values: Callable[..., None] | None,
 ) -> Run:  # fmt: skip
     """`run` preceded by the steps that every call of this geometry needs."""
-    if outputs.needs_features(call):
+    if call.lacks_features:
         run = outputs.adding_features(run, call)
     if step is not None:
         run = _after(step, run, call)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from fa_ops.backends import reference
 from fa_ops.call.call import Call
-from fa_ops.call.options import Spec, keywords
 from fa_ops.testing.allocators import Arena
-from fa_ops.testing.inputs import Case, PackedCase
+from fa_ops.testing.inputs import Case, PackedCase, with_each
 from fa_ops.testing.nan_isolation import Poison, Ties
 
 FLOOR = 1e-5
@@ -155,19 +154,19 @@ def assert_close_to_oracle(
         AssertionError: out, lse or a gradient is outside the budget; the message is the case's
             repr, the result's name and the error.
     """
-    inputs = case.fresh(requires_grad=gradients)
-    dtypes = {"oracle": torch.float64, "naive": inputs[0].dtype}
+    call = case.fresh(requires_grad=gradients)
+    narrow = call.query.dtype
+    dtypes = {"oracle": torch.float64, "naive": narrow}
     if gradients:
-        dtypes |= {"mirrored": inputs[0].dtype, "flash": torch.float64}
-    others = {kind: _copies(*inputs, dtype) for kind, dtype in dtypes.items()}
+        dtypes |= {"mirrored": narrow, "flash": torch.float64}
+    others = {kind: _copies(call, dtype) for kind, dtype in dtypes.items()}
     features = getattr(case, "features", case)
-    poison = Poison(case, *inputs) if features.poison else None
-    exempt = Ties(case, *inputs) if features.integers else poison
+    poison = Poison(case, call) if features.poison else None
+    exempt = Ties(case, call) if features.integers else poison
     if arena is not None:
-        *tensors, spec = inputs
-        inputs = *map(arena.placed, tensors), spec._replace(**_each(spec, arena.placed))
+        call = with_each(call, lambda name, t: arena.placed(t))
     with contextlib.nullcontext() if arena is None else arena.outputs(backend):
-        actual = _Solution("actual", case, inputs, backend)
+        actual = _Solution("actual", case, call, backend)
         out, lse = actual.results.values()
         clean = case.grad_outputs(out, lse) if gradients else None
         cotangents = clean
@@ -205,10 +204,6 @@ def _noise(
     return torch.stack([e.square().sum_to_size(value.shape).sqrt() for e in errors])
 
 
-def _each(spec: Spec, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    return {name: function(x) for name, x in spec._asdict().items() if isinstance(x, Tensor)}
-
-
 def _farthest(expected: Tensor, *candidates: Tensor) -> Tensor:
     """Elementwise, the candidate with the largest distance from `expected`."""
     first, *others = candidates
@@ -217,19 +212,30 @@ def _farthest(expected: Tensor, *candidates: Tensor) -> Tensor:
     return first
 
 
-def _copies(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Spec]:
-    """Copies of the inputs, equal to those of `case.fresh(dtype)`."""
+def _copies(call: Call, dtype: torch.dtype) -> Call:
+    """A call with copies of the tensors, equal to those of `case.fresh(dtype)`."""
+    dtypes = dict.fromkeys(("query", "key", "value", "attn_mask"), dtype)
+    dtypes["sinks"] = reference.lse_dtype(dtype)
 
-    def copy(x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
+    def copy(name: str, x: Tensor) -> Tensor:
+        to = dtypes.get(name, x.dtype) if x.is_floating_point() else x.dtype
+        return x.detach().to(to, copy=True).requires_grad_(x.requires_grad)
 
-    dtypes = {"attn_mask": dtype, "sinks": reference.lse_dtype(dtype)}
-    tensors = _each(spec, lambda x: x)
-    for name, x in tensors.items():
-        tensors[name] = copy(x, dtypes.get(name, x.dtype) if x.is_floating_point() else x.dtype)
-    return *(copy(x, dtype) for x in (q, k, v)), spec._replace(**tensors)
+    return with_each(call, copy)
+
+
+def by_operator(call: Call) -> tuple[Tensor, Tensor]:
+    """out and lse of the call's operator."""
+    from fa_ops.ops import dense, kv_cache, quantized, varlen
+
+    if call.is_quantized:
+        return quantized.SCHEMA.run(call)
+    if not call.is_cached:
+        return (varlen if call.is_packed else dense).OPERATORS.forward.run(call)
+    if call.operands.new_key is None:
+        return kv_cache.READING.run(call)
+    args, options = kv_cache.APPENDING.arguments(call)
+    return kv_cache.APPEND(*call[:3], *args, **options)
 
 
 class _Solution:
@@ -240,21 +246,21 @@ class _Solution:
     """
 
     def __init__(
-        self, kind: str, case: Case | PackedCase, inputs: tuple, backend: str | None = None
+        self, kind: str, case: Case | PackedCase, call: Call, backend: str | None = None
     ) -> None:
         self.kind, self.case, self.backend = kind, case, backend
         self.features = getattr(case, "features", case)
         self.terms: dict[str, Tensor] = {}
-        q, k, v, spec = inputs
-        self.mask = mask = spec.attn_mask
+        q, k, mask = call.query, call.key, call.operands.attn_mask
+        self.mask = mask
         self.differentiable_mask = mask is not None and mask.requires_grad
         if self.differentiable_mask and kind != "actual":
             # expanded, so that its gradient has one term for every score
             wide = mask.to(reference.lse_dtype(q.dtype))
             shape = (*q.shape[:3], k.shape[2])
-            spec = spec._replace(attn_mask=wide.expand(shape))
-        self.inputs = q, k, v, spec
-        out, lse = self._attend(q, k, v, spec)
+            call = call.changed(attn_mask=wide.expand(shape))
+        self.call = call
+        out, lse = self._attend()
         self.results = {"out": out, "lse": lse}
 
     def differentiate(
@@ -263,12 +269,11 @@ class _Solution:
         """Add the gradients to the results, given those of out and lse."""
         if cotangents is None:
             return
-        q, k, v, spec = self.inputs
-        leaves = {"q": q, "k": k, "v": v}
+        leaves, tensors = dict(zip("qkv", self.call[:3])), self.call.operands
         if self.differentiable_mask:
-            leaves["attn_mask"] = spec.attn_mask
-        if spec.sinks is not None:
-            leaves["sinks"] = spec.sinks
+            leaves["attn_mask"] = tensors.attn_mask
+        if tensors.sinks is not None:
+            leaves["sinks"] = tensors.sinks
         for name, grad in self._gradients(leaves, *cotangents, exact_out).items():
             self.results[f"grad_{name}"] = grad
         if self.differentiable_mask and self.kind != "actual":
@@ -278,34 +283,27 @@ class _Solution:
 
     def noise_of_grad_v(self, grad_out: Tensor) -> Tensor:
         """The typical error of grad_v where every weight is rounded to the case's dtype."""
-        *tensors, spec = self.inputs
-        out, _ = self._attend(*tensors, spec, _squared)
-        (squares,) = torch.autograd.grad(out, tensors[2], grad_out.to(out.dtype).square())
+        out, _ = self._attend(_squared)
+        (squares,) = torch.autograd.grad(out, self.call.value, grad_out.to(out.dtype).square())
         return squares.sqrt() * (torch.finfo(self.features.dtype).eps / 12**0.5)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: Spec, attend: Callable | None = None
-    ) -> tuple[Tensor, Tensor]:
-        packing = ()
-        if isinstance(self.case, PackedCase):
-            packing = (self.case.packing() if self.kind == "actual" else self.case.meaning(),)
+    def _attend(self, attend: Callable | None = None) -> tuple[Tensor, Tensor]:
+        call, is_packed = self.call, isinstance(self.case, PackedCase)
         if self.kind == "actual":
-            options = keywords(spec._replace(backend=self.backend))
-            if packing:
-                return torch.ops.fa.attention_varlen(q, k, v, *packing[0], *spec[1:3], **options)
-            return torch.ops.fa.attention_with_lse(q, k, v, *spec[:3], **options)
+            return by_operator(call.changed(backend=self.backend))
         attend = attend or {
             "oracle": reference.dense,
             "flash": functools.partial(flash, dtype=self.features.dtype),
         }.get(self.kind, naive)
-        if packing:
-            return reference.varlen(Call.of(q, k, v, spec, *packing), attend)
-        return attend(Call.of(q, k, v, spec))
+        if not is_packed:
+            return attend(call)
+        ends_q, ends_k = self.case.meaning()
+        return reference.varlen(call.changed(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k), attend)
 
     def _gradients(
         self, leaves: dict, grad_out: Tensor, grad_lse: Tensor, exact_out: Tensor | None
     ) -> dict[str, Tensor]:
-        out, lse, spec = self.results["out"], self.results["lse"], self.inputs[3]
+        out, lse, sinks = self.results["out"], self.results["lse"], self.call.operands.sinks
         grad_out, grad_lse = grad_out.to(out.dtype), grad_lse.to(lse.dtype)
         if not self.features.lse_grad:
             grad_lse = torch.zeros_like(grad_lse)
@@ -323,10 +321,10 @@ class _Solution:
             cotangents.append(grad_lse)
         options = {"allow_unused": True, "materialize_grads": True}
         grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents, **options)
-        if spec.sinks is not None:
+        if sinks is not None:
             slope = grad_lse - _per_row(grad_out * summed, lse).sum(-1)
             most = torch.finfo(lse.dtype).max  # an infinite sink is the lse
-            share = torch.exp(spec.sinks.clamp(max=most).view(-1, 1) - lse.clamp(max=most))
+            share = torch.exp(sinks.clamp(max=most).view(-1, 1) - lse.clamp(max=most))
             share = share.masked_fill(lse == float("-inf"), 0.0)
             self.terms["grad_sinks"] = (share * slope).transpose(-1, -2)
         return dict(zip(leaves, grads))

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Spec, default_scale
+from fa_ops.call.call import Call, attention_call
 from fa_ops.testing.allocators import Arena
-from fa_ops.testing.budget import assert_within_budget, naive
+from fa_ops.testing.budget import assert_within_budget, by_operator, naive
 from fa_ops.testing.inputs import (
     INT_MAX,
     INT_MIN,
     random_sinks,
     random_slopes,
     short_repr,
+    with_each,
     with_invalid_values,
 )
 from fa_ops.testing.nan_isolation import CachePoison
@@ -70,8 +70,8 @@ class CacheCase:
     def __repr__(self) -> str:
         return short_repr(self)
 
-    def fresh(self) -> tuple[Tensor, Tensor, Tensor, Cache, Spec]:
-        """New q, caches, Cache and Spec, always with the same values. Unused keys are NaN."""
+    def fresh(self) -> Call:
+        """The call with new tensors, always with the same values. Unused keys are NaN."""
         g = torch.Generator().manual_seed(self.seed)
 
         def draw(*shape: int) -> Tensor:
@@ -97,35 +97,30 @@ class CacheCase:
             v = k[..., : self.Dv]
         fields: dict = {}
         if self.new:
-            fields["key"] = draw(self.B, self.Hkv, self.new, self.D)
-            fields["value"] = draw(self.B, self.Hkv, self.new, self.Dv)
+            fields["new_key"] = draw(self.B, self.Hkv, self.new, self.D)
+            fields["new_value"] = draw(self.B, self.Hkv, self.new, self.Dv)
         if self.fp8:
             for name in ("k_scale", "v_scale"):
                 fields[name] = self._scale(g, len(k), used, lens)
         if self.rotary:
             angle = torch.rand(self.S + 1, self.rotary // 2, generator=g) * 6
             fields["rotary_cos"], fields["rotary_sin"] = angle.cos(), angle.sin()
-        spec = Spec(
-            is_causal=self.is_causal, scale=self.scale, window_left=self.window[0],
-            window_right=self.window[1], softcap=self.softcap, kv_lens=kv_lens,
-            sinks=random_sinks(self, g) if self.sinks else None,
-            alibi_slopes=None if self.alibi is None else random_slopes(self, g), key_ranges=ranges,
-        )  # fmt: skip
         if self.unified_max is not None:
             fields["unified_max"] = torch.full((self.Hq,), self.unified_max)
-        cache = Cache(
+        if self.sinks:
+            fields["sinks"] = random_sinks(self, g)
+        if self.alibi is not None:
+            fields["alibi_slopes"] = random_slopes(self, g)
+        call = attention_call(
+            q, k, v, is_causal=self.is_causal, scale=self.scale, window_left=self.window[0],
+            window_right=self.window[1], softcap=self.softcap, kv_lens=kv_lens, key_ranges=ranges,
             page_table=table, rotary_interleaved=self.interleaved, num_splits=self.num_splits,
-            batch_invariant=self.batch_invariant, **fields,
+            batch_invariant=self.batch_invariant, over_cache=True, **fields,
         )  # fmt: skip
         if self.broken:
-            cache, spec = self._with_invalid_values(cache, spec)
-        on = lambda t: t.to(self.device) if isinstance(t, Tensor) else t  # noqa: E731
-        k = on(k)
-        v = k[..., : self.Dv] if self.shared else on(v)
-        cache = Cache(*map(on, cache))
-        if self.shared:
-            cache = _with_shared_values(cache, self.Dv)
-        return on(q), k, v, cache, Spec(*map(on, spec))
+            call = self._with_invalid_values(call)
+        call = with_each(call, lambda name, t: t.to(self.device))
+        return _with_shared_values(call, self.Dv) if self.shared else call
 
     def _scale(self, g: torch.Generator, pages: int, key_ranges: list, lens: list) -> Tensor:
         if not (self.page_scales or self.token_scales):
@@ -140,20 +135,19 @@ class CacheCase:
                 row[:, :lo] = row[:, length + self.new :] = float("nan")
         return scale
 
-    def _with_invalid_values(self, cache: Cache, spec: Spec) -> tuple[Cache, Spec]:
+    def _with_invalid_values(self, call: Call) -> Call:
         g = torch.Generator().manual_seed(self.seed + 2)
-        ranges, table = spec.key_ranges, cache.page_table
+        t, changes = call.operands, {}
         if torch.rand((), generator=g) < 0.6:
-            lens = with_invalid_values(spec.kv_lens.long(), self.S, g).int()
-            spec = spec._replace(kv_lens=lens)
-        if ranges is not None:
-            spec = spec._replace(key_ranges=with_invalid_values(ranges.long(), self.S, g).int())
-        if table is not None:
+            changes["kv_lens"] = with_invalid_values(t.kv_lens.long(), self.S, g).int()
+        if t.key_ranges is not None:
+            changes["key_ranges"] = with_invalid_values(t.key_ranges.long(), self.S, g).int()
+        if (table := t.page_table) is not None:
             missing = torch.tensor([-1, INT_MIN, table.numel() + 3, INT_MAX], dtype=torch.int32)
             missing = missing[torch.randint(4, table.shape, generator=g)]
             keep = torch.rand(table.shape, generator=g) < 0.7
-            cache = cache._replace(page_table=torch.where(keep, table, missing))
-        return cache, spec
+            changes["page_table"] = torch.where(keep, table, missing)
+        return call.changed(**changes)
 
     def _memory(self, draw, table: Tensor | None, key_ranges: list, width: int) -> Tensor:
         if table is not None:
@@ -200,25 +194,6 @@ def random_cache_case(seed: int, **fixed: Any) -> CacheCase:
     return dataclasses.replace(CacheCase(), **(fields | fixed))
 
 
-def arguments(cache: Cache, spec: Spec) -> tuple[tuple, dict]:
-    """The operator's arguments after the caches, and its keyword arguments."""
-    new = () if cache.key is None else (cache.key, cache.value)
-    options = cache._asdict() | spec._asdict()
-    for name in (
-        "page_table", "key", "value", "attn_mask", "dropout_p", "is_causal", "kv_lens",
-        "dropout_seed", "deterministic", "mask_blocks",
-    ):  # fmt: skip
-        del options[name]
-    return (*new, spec.kv_lens, cache.page_table, spec.is_causal), options
-
-
-def call(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Call the reading or the appending operator; return (out, lse)."""
-    args, options = arguments(cache, spec)
-    name = "attention_with_kv_cache" + ("_append" if cache.key is not None else "")
-    return getattr(torch.ops.fa, name)(q, k, v, *args, **options)
-
-
 def assert_cache_close(
     case: CacheCase, backend: str, arena: Arena | None = None, calls: int = 1
 ) -> None:
@@ -228,42 +203,44 @@ def assert_cache_close(
         arena: allocate inputs and results in it, and check that nothing outside them is written.
         calls: how often to call; all results must be bitwise equal.
     """
-    q, k, v, cache, spec = case.fresh()
-    q2, k2, v2, cache2, spec2 = case.fresh()
+    call, other = case.fresh(), case.fresh()
     # the oracle reads, and appends to, a copy of the cache that is not poisoned
     attend, attend_naive = reference.dense, _naive_in(case.dtype)
     if case.broken:
-        cache2, spec2, present = valid_call(k2, v2, cache2, spec2)
-        k2, v2 = with_spare_page(k2, v2, cache2)
+        other, present = valid_call(other)
+        other = with_spare_page(other)
         attend = attend_present(present, attend)
         attend_naive = attend_present(present, attend_naive)
-    expected = reference.cached(Call.of(q2, k2, v2, spec2, cache=cache2), attend)
+    expected = reference.cached(other, attend)
     poison = None
     if case.poison:
-        poison = CachePoison(case, q2, k2, v2, cache2, spec2)
-        poison.write(q, k, v, cache)
+        poison = CachePoison(case, other)
+        poison.write(call)
     if arena is not None:
-        q, k, v, cache, spec = _placed(arena, q, k, v, cache, spec, case.shared)
+        call = _placed(arena, call, case.shared)
     with contextlib.nullcontext() if arena is None else arena.outputs(backend):
-        results = [call(q, k, v, cache, spec._replace(backend=backend)) for _ in range(calls)]
+        results = [by_operator(call.changed(backend=backend)) for _ in range(calls)]
     if arena is not None:
         arena.check()
     for repeated in results[1:]:
         for name, x, y in zip(("out", "lse"), results[0], repeated):
             same = (x == y) | (x.isnan() & y.isnan())
             assert bool(same.all()), f"{case}: {name} differs when the call is repeated"
+    caches = (
+        ("key_cache", call.key, other.key), ("value_cache", call.value, other.value)
+    )  # fmt: skip
     # rotated keys may be rounded differently
     rounding = 0.13 if case.fp8 else torch.finfo(case.dtype).eps * 2
-    for name, x, y in (("key_cache", k, k2), ("value_cache", v, v2)) if not poison else ():
+    for name, x, y in caches if not poison else ():
         x, y = x.float(), y[: len(x)].float()
         near = (x - y).abs() <= rounding * (y.abs() + 0.5) if case.rotary else x == y
         assert bool((near | (x.isnan() & y.isnan())).all()), f"{case}: {name} after the call"
-    rotation = {name: getattr(cache2, name) for name in ("rotary_cos", "rotary_sin")}
-    appended = Call.of(q2, k2, v2, spec2, cache=cache2).without_new()
-    baseline = reference.cached(appended.changed(**rotation), attend_naive)
-    noise = max(rounding * 2 if case.rotary else 0.0, _noise_of_scales(case, spec2, cache2))
+    t = other.operands
+    appended = other.without_new().changed(rotary_cos=t.rotary_cos, rotary_sin=t.rotary_sin)
+    baseline = reference.cached(appended, attend_naive)
+    noise = max(rounding * 2 if case.rotary else 0.0, _noise_of_scales(case, other))
     # an error of a score is one of the output in units of values
-    largest = cache2.v_scale.nan_to_num().max().item() if case.fp8 else 1.0
+    largest = t.v_scale.nan_to_num().max().item() if case.fp8 else 1.0
     noises = {"out": noise * max(1.0, largest), "lse": noise}
     for name, x, y, z in zip(("out", "lse"), results[0], expected, baseline):
         if poison is not None:
@@ -275,31 +252,33 @@ def _naive_in(dtype: torch.dtype) -> Callable:
     return lambda call: naive(Call(*(t.to(dtype) for t in call[:3]), *call[3:]))
 
 
-def _placed(arena: Arena, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, shared: bool):
+def _placed(arena: Arena, call: Call, shared: bool) -> Call:
     """The same call with all tensors in the arena; only caches that are appended to may change."""
-    placed = {}
+    placed, writes = {}, call.operands.new_key is not None
 
-    def put(x: object) -> object:
-        if isinstance(x, Tensor) and id(x) not in placed:
+    def put(name: str, x: Tensor) -> Tensor:
+        if name == "value" and shared:
+            return x  # replaced below
+        if name in ("key", "value"):
+            return arena.placed(x, read_only=not writes)
+        if id(x) not in placed:
             placed[id(x)] = arena.placed(x)
-        return placed.get(id(x), x)
+        return placed[id(x)]
 
-    writes = cache.key is not None
-    k2 = arena.placed(k, read_only=not writes)
-    v2 = k2[..., : v.shape[-1]] if shared else arena.placed(v, read_only=not writes)
-    cache = Cache(*map(put, cache))
-    if shared:
-        cache = _with_shared_values(cache, v.shape[-1])
-    return put(q), k2, v2, cache, Spec(*map(put, spec))
+    width = call.value.shape[-1]
+    call = with_each(call, put)
+    return _with_shared_values(call, width) if shared else call
 
 
-def _with_shared_values(cache: Cache, width: int) -> Cache:
-    """The same with new values that are the first features of the new keys, and their scales."""
-    value = None if cache.key is None else cache.key[..., :width]
-    return cache._replace(value=value, v_scale=cache.k_scale)
+def _with_shared_values(call: Call, width: int) -> Call:
+    """The same with values that are the first features of the keys, and their scales."""
+    new = call.operands.new_key
+    new_value = None if new is None else new[..., :width]
+    value, scale = call.key[..., :width], call.operands.k_scale
+    return call.changed(value=value, new_value=new_value, v_scale=scale)
 
 
-def _noise_of_scales(case: CacheCase, spec: Spec, cache: Cache) -> float:
+def _noise_of_scales(case: CacheCase, call: Call) -> float:
     """The standard deviation of a score whose fp8 key was multiplied by its scale and rounded.
 
     The naive computation has this error too, but over the few rows of a decoding step the rounding
@@ -307,8 +286,9 @@ def _noise_of_scales(case: CacheCase, spec: Spec, cache: Cache) -> float:
     """
     if not case.fp8:
         return 0.0
-    product = case.magnitude * abs(default_scale(spec, case.D)) * case.D**0.5
-    return product * cache.k_scale.nan_to_num().max().item() * torch.finfo(case.dtype).eps / 12**0.5
+    product = case.magnitude * abs(call.scale) * case.D**0.5
+    largest = call.operands.k_scale.nan_to_num().max().item()
+    return product * largest * torch.finfo(case.dtype).eps / 12**0.5
 
 
 # The meaning of calls over a cache with lengths or pages that lie outside the cache.
@@ -317,12 +297,13 @@ def _noise_of_scales(case: CacheCase, spec: Spec, cache: Cache) -> float:
 # beyond it are not written, and keys in pages that do not exist are masked out.
 
 
-def first_invalid_value(k: Tensor, cache: Cache, spec: Spec) -> str | None:
+def first_invalid_value(call: Call) -> str | None:
     """The beginning of the error that a backend that checks lengths and pages must raise."""
-    new = 0 if cache.key is None else cache.key.shape[2]
-    table, size = cache.page_table, k.shape[1]
-    for b, length in enumerate(spec.kv_lens.tolist()):
-        if length < 0 or length + new > _capacity(k, cache):
+    k, t = call.key, call.operands
+    new = 0 if t.new_key is None else t.new_key.shape[2]
+    table, size = t.page_table, k.shape[1]
+    for b, length in enumerate(t.kv_lens.tolist()):
+        if length < 0 or length + new > call.num_keys:
             return f"kv_lens[{b}] is {length}, which"
         if table is not None:
             used = table[b, : -(-(length + new) // size)].tolist()
@@ -332,57 +313,56 @@ def first_invalid_value(k: Tensor, cache: Cache, spec: Spec) -> str | None:
     return None
 
 
-def _capacity(k: Tensor, cache: Cache) -> int:
-    return k.shape[2] if cache.page_table is None else cache.page_table.shape[1] * k.shape[1]
-
-
-def valid_call(k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Cache, Spec, list[Tensor]]:
-    """Write the new keys that fit to k and v; return the valid call that remains.
+def valid_call(call: Call) -> tuple[Call, list[Tensor]]:
+    """Write the new keys that fit into the cache; return the valid call that remains.
 
     The last result holds a bool tensor for each row of the batch: which of its keys exist. Pages
     that do not exist are replaced by page len(k), which `with_spare_page` adds.
     """
-    new = 0 if cache.key is None else cache.key.shape[2]
-    capacity, table, size = _capacity(k, cache), cache.page_table, k.shape[1]
+    (_, k, v), t, capacity = call[:3], call.operands, call.num_keys
+    new = 0 if t.new_key is None else t.new_key.shape[2]
+    table, size = t.page_table, k.shape[1]
     exists = None if table is None else (table >= 0) & (table < len(k))
-    for b, length in enumerate(spec.kv_lens.tolist()):
+    for b, length in enumerate(t.kv_lens.tolist()):
         for n in range(new):
             at = length + n
             if 0 <= at < capacity and (exists is None or exists[b, at // size]):
-                key, value = (x[b, :, n : n + 1].double() for x in (cache.key, cache.value))
-                key = _rotated(key, cache, at).to(cache.key.dtype)
-                _write(k, key, cache.k_scale, cache, b, at)
-                _write(v, value, cache.v_scale, cache, b, at)
-    lens = (spec.kv_lens.long() + new).clamp(0, capacity)
+                key, value = (x[b, :, n : n + 1].double() for x in (t.new_key, t.new_value))
+                key = _rotated(key, call, at).to(t.new_key.dtype)
+                _write(k, key, t.k_scale, table, b, at)
+                _write(v, value, t.v_scale, table, b, at)
+    lens = (t.kv_lens.long() + new).clamp(0, capacity)
     present = [torch.ones(n, dtype=torch.bool, device=k.device) for n in lens.tolist()]
+    changes = {"new_key": None, "new_value": None, "kv_lens": lens.int()}
     if exists is not None:
         present = [row.repeat_interleave(size)[: len(p)] for row, p in zip(exists, present)]
-        scales = map(_with_spare_scale, (cache.k_scale, cache.v_scale))
-        cache = cache._replace(page_table=table.where(exists, len(k)))
-        cache = cache._replace(**dict(zip(("k_scale", "v_scale"), scales)))
-    return cache._replace(key=None, value=None), spec._replace(kv_lens=lens.int()), present
+        changes["page_table"] = table.where(exists, len(k))
+        changes["k_scale"], changes["v_scale"] = map(_with_spare_scale, (t.k_scale, t.v_scale))
+    return call.changed(**changes), present
 
 
-def _rotated(key: Tensor, cache: Cache, position: int) -> Tensor:
+def _rotated(key: Tensor, call: Call, position: int) -> Tensor:
     """A key (H, 1, D), rotated by the last angles if there are none for its position."""
-    last = 0 if cache.rotary_cos is None else len(cache.rotary_cos) - 1
-    return reference.rotate(
-        key, Call.of(None, None, None, cache=cache), torch.tensor([min(position, last)])
-    )
+    cos = call.operands.rotary_cos
+    last = 0 if cos is None else len(cos) - 1
+    return reference.rotate(key, call, torch.tensor([min(position, last)]))
 
 
-def _write(memory: Tensor, new: Tensor, scale: Tensor | None, cache: Cache, b: int, at: int):
-    factor = reference.scales(scale, cache.page_table, b, range(at, at + 1), memory.shape[1])
+def _write(
+    memory: Tensor, new: Tensor, scale: Tensor | None, table: Tensor | None, b: int, at: int
+) -> None:
+    factor = reference.scales(scale, table, b, range(at, at + 1), memory.shape[1])
     x = reference.quantised(new.double(), factor.to(new.device), memory.dtype)
-    view, index = reference.slots(memory, cache.page_table, b, at, at + 1)
+    view, index = reference.slots(memory, table, b, at, at + 1)
     view[index] = x.transpose(0, 1).view(view.dtype)
 
 
-def with_spare_page(k: Tensor, v: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
-    """Append a page of zeros to paged caches."""
-    if cache.page_table is None:
-        return k, v
-    return tuple(torch.cat([x, torch.zeros_like(x[:1])]) for x in (k, v))
+def with_spare_page(call: Call) -> Call:
+    """The call with a page of zeros behind those of a paged cache."""
+    if not call.is_paged:
+        return call
+    key, value = (torch.cat([x, torch.zeros_like(x[:1])]) for x in (call.key, call.value))
+    return call._replace(key=key, value=value)
 
 
 def _with_spare_scale(scale: Tensor | None) -> Tensor | None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
-from fa_ops.call.options import MASK_BLOCK, Packing, Spec, mask_tiles
+from fa_ops.call.call import Call, attention_call
+from fa_ops.call.options import MASK_BLOCK, NO_OPERANDS, Operands, mask_tiles
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
@@ -71,10 +72,8 @@ class Case:
             x = x.round().clamp(-2, 2)
         return arranged(self.layout, move((x * factor).to(self.dtype)), *shape)
 
-    def fresh(
-        self, dtype: torch.dtype | None = None, requires_grad: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor, Spec]:
-        """New tensors q, k, v and the spec, always with the same values.
+    def fresh(self, dtype: torch.dtype | None = None, requires_grad: bool = False) -> Call:
+        """The call with new tensors, always with the same values.
 
         Values are rounded to the case's dtype, then cast to `dtype`.
         """
@@ -88,13 +87,17 @@ class Case:
         q = self._tensor(g, move, self.Hq, self.Sq, self.D, factor, exact)
         k = self._tensor(g, move, self.Hkv, self.Sk, self.D, factor if exact else 1.0, exact)
         v = self._tensor(g, move, self.Hkv, self.Sk, self.Dv)
-        spec = self._spec(g, move, cast, requires_grad)
+        operands = self._operands(g, move, cast, requires_grad)
         q, k, v = (x.requires_grad_(requires_grad) for x in (q, k, v))
-        return q, k, v, spec
+        return attention_call(
+            q, k, v, dropout_p=self.dropout_p, is_causal=self.is_causal, scale=self.scale,
+            window_left=self.window[0], window_right=self.window[1], softcap=self.softcap,
+            deterministic=self.deterministic, **operands,
+        )  # fmt: skip
 
-    def _spec(
+    def _operands(
         self, g: torch.Generator, move: Callable, cast: torch.dtype, requires_grad: bool
-    ) -> Spec:
+    ) -> dict[str, Tensor]:
         wide = torch.float64 if cast == torch.float64 else torch.float32
         full = (self.B, self.Hq, self.Sq, self.Sk)
         fields: dict = {}
@@ -131,16 +134,7 @@ class Case:
         if self.dropout_p > 0:
             seed = torch.randint(2**62, (1,), generator=g)
             fields["dropout_seed"] = move(seed, torch.int64, False)
-        return Spec(
-            dropout_p=self.dropout_p,
-            is_causal=self.is_causal,
-            scale=self.scale,
-            window_left=self.window[0],
-            window_right=self.window[1],
-            softcap=self.softcap,
-            deterministic=self.deterministic,
-            **fields,
-        )
+        return fields
 
     def grad_outputs(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of a loss with respect to out and lse, with the same values every time."""
@@ -149,6 +143,17 @@ class Case:
         grad_lse = torch.randn(lse.shape, generator=g, dtype=torch.float64).float()
         grad_out = rearranged(self.grad_layout, grad_out.to(out.device, out.dtype))
         return grad_out, grad_lse.to(lse.device, lse.dtype)
+
+
+def with_each(call: Call, function: Callable[[str, Tensor], Tensor]) -> Call:
+    """The call with other tensors: what the function makes of the name and the tensor of each."""
+    names = ("query", "key", "value")
+    tensors = {name: function(name, t) for name, t in zip(names, call[:3])}
+    if call.operands is not NO_OPERANDS:
+        operands = zip(Operands._fields, call.operands)
+        made = (None if t is None else function(name, t) for name, t in operands)
+        tensors["operands"] = Operands(*made)
+    return call._replace(**tensors)
 
 
 def short_repr(case: object) -> str:
@@ -192,17 +197,17 @@ class PackedCase:
     margin: int = 0
     features: Case = Case()
 
-    def packing(self) -> Packing:
-        """cu_seqlens of queries and keys, without maximal lengths."""
-        return Packing(*(self._on_device(x) for x in self._cu_seqlens()))
+    def packing(self) -> tuple[Tensor, Tensor]:
+        """cu_seqlens of queries and of keys."""
+        return tuple(self._on_device(x) for x in self._cu_seqlens())
 
-    def meaning(self) -> Packing:
-        """The valid packing that is equivalent to `packing` where values are not checked.
+    def meaning(self) -> tuple[Tensor, Tensor]:
+        """The valid cu_seqlens that are equivalent to `packing` where values are not checked.
 
         cu_seqlens are clamped to the tokens, and made non-decreasing by a running maximum.
         """
         sides = zip(self._cu_seqlens(), self._tokens())
-        return Packing(*(self._on_device(x.clamp(0, n).cummax(0).values) for x, n in sides))
+        return tuple(self._on_device(x.clamp(0, n).cummax(0).values) for x, n in sides)
 
     def _on_device(self, cu_seqlens: Tensor) -> Tensor:
         return cu_seqlens.to(self.features.device, torch.int32)
@@ -223,20 +228,22 @@ class PackedCase:
                 cu_seqlens[side] = invalid_cu_seqlens(cu_seqlens[side], tokens, g)
         return cu_seqlens
 
-    def fresh(
-        self, dtype: torch.dtype | None = None, requires_grad: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor, Spec]:
-        """New tensors q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv) and the spec."""
+    def fresh(self, dtype: torch.dtype | None = None, requires_grad: bool = False) -> Call:
+        """The call with new tensors q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv)."""
         none = {"mask": None, "mask_blocks": False, "key_ranges": None}
         plain = dataclasses.replace(self.features, **none)
         Tq, Tk = self._tokens()
         tokens = dataclasses.replace(plain, B=1, Sq=Tq, Sk=Tk).fresh(dtype)[:3]
         q, k, v = (x[0].transpose(0, 1).requires_grad_(requires_grad) for x in tokens)
         batch = dataclasses.replace(plain, B=len(self.lengths_k), Sk=max(self.lengths_k))
-        spec = batch.fresh(dtype, requires_grad)[3]
-        if spec.kv_lens is not None and not plain.broken:
-            spec = spec._replace(kv_lens=spec.kv_lens.minimum(self.packing().cu_seqlens_k.diff()))
-        return q, k, v, spec
+        call, (ends_q, ends_k) = batch.fresh(dtype, requires_grad), self.packing()
+        lens = call.operands.kv_lens
+        if lens is not None and not plain.broken:
+            lens = lens.minimum(ends_k.diff())
+        return call.changed(
+            query=q, key=k, value=v, kv_lens=lens, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k,
+            packed=True,
+        )  # fmt: skip
 
     def grad_outputs(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of out and lse, as `Case.grad_outputs`."""

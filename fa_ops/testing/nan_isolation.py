@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fa_ops.backends import reference
 from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Packing, Spec
 from fa_ops.testing.inputs import Case, PackedCase
 
 NUMBERS = ("nan", "inf", "-inf")
@@ -16,18 +15,26 @@ MIN_VISIBLE_WEIGHT = 0.01  # a NaN in a key or value with a larger weight must b
 LARGE_SCORE = 2.0**16  # beyond it a float32 lse cannot represent the logarithm of a few keys
 
 
-def scores_of(packing: Packing | None, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+def scores_of(call: Call) -> Tensor:
     """Scores in fp64, (B, Hq, Sq, Sk), -inf where masked; a packed batch is one sequence."""
-
-    if packing is None:
-        return _dense_scores(Call.of(q, k, v, spec))
+    if not call.is_packed:
+        return _dense_scores(call)
+    q, k, v = call[:3]
     scores = q.new_full((1, q.shape[1], len(q), len(k)), float("-inf"), dtype=torch.float64)
-    ends_q, ends_k = (ends.tolist() for ends in packing[:2])
+    ends_q, ends_k = call.operands.cu_seqlens_q.tolist(), call.operands.cu_seqlens_k.tolist()
     for b in range(len(ends_q) - 1):
         rows, keys = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
         one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
-        scores[:, :, rows, keys] = _dense_scores(Call.of(q, k, v, spec).rows(slice(b, b + 1), *one))
+        scores[:, :, rows, keys] = _dense_scores(call.rows(slice(b, b + 1), *one))
     return scores
+
+
+def _meaning(case: Case | PackedCase, call: Call) -> Call:
+    """The call with valid borders of sequences."""
+    if not isinstance(case, PackedCase):
+        return call
+    ends_q, ends_k = case.meaning()
+    return call.changed(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
 
 
 def _dense_scores(call: Call) -> Tensor:
@@ -45,24 +52,23 @@ class Poison:
     unconstrained. All others must be equal to those of the clean inputs.
     """
 
-    def __init__(self, case: Case | PackedCase, q: Tensor, k: Tensor, v: Tensor, spec: Spec):
+    def __init__(self, case: Case | PackedCase, call: Call) -> None:
         """Read the clean inputs, then poison one of them in place."""
         self.case, features = case, getattr(case, "features", case)
         number, self.operand = features.poison.split()
         self.number = float(number)
         self.random = torch.Generator().manual_seed(features.seed + 3)
-        self.packing = case.meaning() if isinstance(case, PackedCase) else None
+        self.call = call = _meaning(case, call)
         with torch.no_grad():
-            scores = scores_of(self.packing, q, k, v, spec)
+            scores = scores_of(call)
             self.attends = scores > float("-inf")
             self.unmasked = self.attends  # what the rows would attend without attn_mask
             if self.operand == "attn_mask":
-                without_mask = spec._replace(attn_mask=None)
-                self.unmasked = scores_of(self.packing, q, k, v, without_mask) > float("-inf")
-            self.probability = reference.weights(scores, spec.sinks)[0]
+                self.unmasked = scores_of(call.changed(attn_mask=None)) > float("-inf")
+            self.probability = reference.weights(scores, call.operands.sinks)[0]
             if features.dropout_p > 0:  # the weight of the poisoned key may have been dropped
                 self.probability = torch.zeros_like(self.probability)
-            tensors = {"query": q, "key": k, "value": v, **spec._asdict()}
+            tensors = call._asdict() | call.operands._asdict()
             if self.operand == "grad_out":
                 self._find_touched(None)
             else:
@@ -98,8 +104,9 @@ class Poison:
         elif self.operand == "attn_mask":
             self.rows = (changed & self.unmasked).any(-1)
             self.attends = self.attends | (changed & self.unmasked)
-        elif changed is not None and changed.dim() == 2 and self.packing is not None:
-            ends = self.packing.cu_seqlens_q.long()  # slopes of sequences, rows of their tokens
+        elif changed is not None and changed.dim() == 2 and self.call.is_packed:
+            # slopes of sequences, rows of their tokens
+            ends = self.call.operands.cu_seqlens_q.long()
             self.rows = self.rows.clone()
             self.rows[0, :, ends[0] : ends[-1]] = changed.T.repeat_interleave(ends.diff(), 1)
         elif changed is not None:
@@ -132,7 +139,7 @@ class Poison:
         assert not where, f"{self.case}: out: the row at {where[0]} attends a NaN, but has none"
 
     def _unconstrained(self, name: str, actual: Tensor) -> Tensor:
-        packed = self.packing is not None
+        packed = self.call.is_packed
         if name in ("out", "grad_q"):
             rows = self.rows if name == "out" else self.rows_backward
             return (rows[0].transpose(0, 1) if packed else rows).unsqueeze(-1)
@@ -155,11 +162,10 @@ class Ties:
     Their results must be finite, and may be the value of any of those keys or a mean of them.
     """
 
-    def __init__(self, case: Case | PackedCase, q: Tensor, k: Tensor, v: Tensor, spec: Spec):
-        self.case = case
-        self.packing = case.meaning() if isinstance(case, PackedCase) else None
+    def __init__(self, case: Case | PackedCase, call: Call) -> None:
+        self.case, self.is_packed = case, call.is_packed
         with torch.no_grad():
-            scores = scores_of(self.packing, q, k, v, spec)
+            scores = scores_of(_meaning(case, call))
             top = scores.amax(-1, keepdim=True)
             near = scores >= top - top.abs() * torch.finfo(torch.float32).eps * 4
             self.rows = (near.sum(-1) > 1) & (top.squeeze(-1).abs() > LARGE_SCORE)
@@ -170,14 +176,14 @@ class Ties:
         assert bool(finite.all()), f"{self.case}: {name} is not finite"
         if name != "out":
             return actual
-        rows = self.rows if self.packing is None else self.rows[0].transpose(0, 1)
+        rows = self.rows[0].transpose(0, 1) if self.is_packed else self.rows
         return torch.where(rows.unsqueeze(-1), expected.to(actual.dtype), actual)
 
 
 class CachePoison(Poison):
     """`Poison` for a call over a cache: a NaN or Inf in a query, or in a key or value in use."""
 
-    def __init__(self, case, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> None:
+    def __init__(self, case, call: Call) -> None:
         """Read a clean call whose new keys have been written."""
         self.case, (number, self.operand) = case, case.poison.split()
         self.number, self.random = float(number), torch.Generator().manual_seed(case.seed + 3)
@@ -189,14 +195,15 @@ class CachePoison(Poison):
             self.visible.append(reference.weights(scores, sinks)[0][0] > MIN_VISIBLE_WEIGHT)
             return call.query, call.query[..., 0]
 
-        call = Call.of(q, k, v, spec, cache=cache)
-        rotation = {name: getattr(cache, name) for name in ("rotary_cos", "rotary_sin")}
-        reference.cached(call.without_new().changed(**rotation), attend)
+        q, t = call.query, call.operands
+        appended = call.without_new().changed(rotary_cos=t.rotary_cos, rotary_sin=t.rotary_sin)
+        reference.cached(appended, attend)
         self.rows = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
         self.must_show = torch.zeros_like(self.rows)
 
-    def write(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
+    def write(self, call: Call) -> None:
         """Poison one row of the operand."""
+        (q, k, v), new = call[:3], call.operands.new_key
         b = self._draw(len(q))
         if self.operand == "query":
             h, i = self._draw(q.shape[1]), self._draw(q.shape[2])
@@ -204,13 +211,13 @@ class CachePoison(Poison):
             self.rows[b, h, i] = True
             self.must_show[b, h, i] = self.attends[b][h, i].any()
             return
-        keys = self.attends[b].shape[2] - (0 if cache.key is None else cache.key.shape[2])
+        keys = self.attends[b].shape[2] - (0 if new is None else new.shape[2])
         if keys <= 0:
             return
-        j, h = self._draw(keys), self._draw(k.shape[1 if cache.page_table is None else 2])
+        j, h = self._draw(keys), self._draw(k.shape[2 if call.is_paged else 1])
         memory = k if self.operand == "key" else v
         number = torch.tensor(self.number, device=k.device).to(memory.dtype)
-        view, index = reference.slots(memory, cache.page_table, b, j, j + 1)
+        view, index = reference.slots(memory, call.operands.page_table, b, j, j + 1)
         row = view[index]
         row[:, h, self._draw(min(k.shape[3], v.shape[3]))] = number.view(view.dtype)
         view[index] = row

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from fa_ops.backends import quantization, reference
 from fa_ops.call.call import Call
-from fa_ops.call.options import SCALE_BLOCK, Quantization, Spec, default_scale
+from fa_ops.call.options import SCALE_BLOCK
 from fa_ops.testing.allocators import Arena
-from fa_ops.testing.inputs import Case, short_repr
+from fa_ops.testing.budget import by_operator
+from fa_ops.testing.inputs import Case, short_repr, with_each
 
 SHARE = 0.25  # of the error of quantisation, by which a backend may differ from the oracle
 FLOOR = 1e-3  # of a result's root mean square, where that error is small by chance
@@ -52,9 +53,10 @@ class QuantizedCase:
     def __repr__(self) -> str:
         return short_repr(self)
 
-    def fresh(self) -> tuple[Tensor, Tensor, Tensor, Quantization, Spec]:
-        """New tensors q, k, v, how they are quantised, and the spec; always the same values."""
-        q, k, v, spec = self.case.fresh()
+    def fresh(self) -> Call:
+        """The call with new tensors, always with the same values."""
+        call = self.case.fresh()
+        (q, k, v), kv_lens = call[:3], call.operands.kv_lens
         g = torch.Generator().manual_seed(self.case.seed)
         if self.key_mean:
             mean = torch.randn(k.shape[3], generator=g).to(k.device)
@@ -63,16 +65,21 @@ class QuantizedCase:
             k[..., 0].mul_(self.outlier)
             q[..., 0].mul_(self.outlier)
             k[:, :, k.shape[2] // 2].mul_(self.outlier)
-        if self.poison and spec.kv_lens is not None:
-            beyond = torch.arange(k.shape[2], device=k.device) >= spec.kv_lens.view(-1, 1, 1)
+        if self.poison and kv_lens is not None:
+            beyond = torch.arange(k.shape[2], device=k.device) >= kv_lens.view(-1, 1, 1)
             k.masked_fill_(beyond.unsqueeze(-1), float("nan"))
             v.masked_fill_(beyond.unsqueeze(-1), float("nan"))
-        how = Quantization(None, None, None, self.qk_dtype, self.smooth_key, self.rotate)
         if self.scales is None:
-            return q, k, v, how, spec
+            return call.changed(
+                eight_bits=True, qk_dtype=self.qk_dtype, smooth_key=self.smooth_key,
+                rotate=self.rotate,
+            )  # fmt: skip
         q, k, v = (t.to(torch.float8_e4m3fn) for t in (q, k, v))
-        scales = [_scale(t, kind, g) for t, kind in zip((q, k, v), self.scales)]
-        return q, k, v, Quantization(*scales, None, False, False), spec
+        q_scale, k_scale, v_scale = (_scale(t, x, g) for t, x in zip((q, k, v), self.scales))
+        return call.changed(
+            query=q, key=k, value=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+            eight_bits=True, smooth_key=False,
+        )  # fmt: skip
 
 
 def _scale(t: Tensor, kind: str, g: torch.Generator) -> Tensor:
@@ -131,21 +138,14 @@ def random_quantized_case(
     return draw(pick, features(pick, dtype, False), device)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> tuple[Tensor, Tensor]:
+def exact(call: Call) -> tuple[Tensor, Tensor]:
     """out and lse in fp64 of what the 8-bit numbers stand for, with exact weights."""
-    if how.q_scale is not None:
-        eight = quantization.quantised(Call.of(q, k, v, spec, quantization=how), torch.float64)
+    q, k, v = (t.double() for t in call[:3])
+    if call.operands.q_scale is not None:
+        eight = quantization.quantised(call, torch.float64)
         q, k = eight.query * eight.q_scale, eight.key * eight.k_scale
         v = eight.value * eight.v_scale
-    return reference.dense(Call.of(q.double(), k.double(), v.double(), spec))
-
-
-def call(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Call the operator; return (out, lse)."""
-    names = "scale", "window_left", "window_right", "softcap", "sinks", "kv_lens", "key_ranges"
-    options = {name: getattr(spec, name) for name in (*names, "backend")}
-    options |= dict(zip(how._fields[3:], how[3:]))
-    return torch.ops.fa.quantized_attention(q, k, v, *how[:3], spec.is_causal, **options)
+    return reference.dense(call._replace(query=q, key=k, value=v))
 
 
 def assert_quantized_right(
@@ -157,13 +157,11 @@ def assert_quantized_right(
         arena: allocate inputs and results in it, and check that nothing outside them is written.
         calls: how often to call; all results must be bitwise equal.
     """
-    q, k, v, how, spec = case.fresh()
+    call = case.fresh().changed(backend=backend)
     if arena is not None:
-        put = lambda x: arena.placed(x) if isinstance(x, Tensor) else x  # noqa: E731
-        q, k, v = map(put, (q, k, v))
-        how, spec = Quantization(*map(put, how)), Spec(*map(put, spec))
+        call = with_each(call, lambda name, t: arena.placed(t))
     with contextlib.nullcontext() if arena is None else arena.outputs(backend):
-        results = [_call(case, q, k, v, how, spec._replace(backend=backend)) for _ in range(calls)]
+        results = [_results(case, call) for _ in range(calls)]
     if arena is not None:
         arena.check()
     for repeated in results[1:]:
@@ -172,28 +170,26 @@ def assert_quantized_right(
     assert_quantized_close(*results[0], case)
 
 
-def _call(
-    case: QuantizedCase, q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def _results(case: QuantizedCase, call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of the case; of packed sequences the oracle's for queries that are left out."""
     if case.page is None:
-        return call(q, k, v, how, spec)
-    out, lse, there = packed_call(q, k, v, how, spec, case.page, case.case.seed)
-    wanted, wanted_lse = reference.quantized(Call.of(q, k, v, spec, quantization=how))
+        return by_operator(call)
+    out, lse, there = packed_call(call, case.page, case.case.seed)
+    wanted, wanted_lse = reference.quantized(call)
     out = out.where(there.unsqueeze(-1), wanted.to(out.dtype))
     return out, lse.where(there, wanted_lse.to(lse.dtype))
 
 
 def assert_quantized_close(out: Tensor, lse: Tensor, case: QuantizedCase) -> None:
     """Raise AssertionError unless out and lse are those of the oracle but for rare steps."""
-    q, k, v, how, spec = case.fresh()
-    wanted, wanted_lse = reference.quantized(Call.of(q, k, v, spec, quantization=how))
-    true, true_lse = exact(q, k, v, how, spec)
+    call = case.fresh()
+    wanted, wanted_lse = reference.quantized(call)
+    true, true_lse = exact(call)
     eps, smallest = torch.finfo(out.dtype).eps, torch.finfo(out.dtype).tiny
     tiny = max(smallest * eps, 1e-30)
-    of_scores = _error_of_products(q, k, v, how, spec) if q.is_cuda else 0.0
+    of_scores = _error_of_products(call) if out.is_cuda else 0.0
     # one weight at the border between two e4m3 numbers
-    of_scores += STEP / max(lse.numel(), 1) ** 0.5 if q.is_cuda else 0.0
+    of_scores += STEP / max(lse.numel(), 1) ** 0.5 if out.is_cuda else 0.0
     _assert_close("out", out.double(), wanted, true, (FLOOR + eps + of_scores, tiny), case)
     dead = wanted_lse == float("-inf")
     assert bool(((lse == float("-inf")) == dead).all()), f"lse is -inf in other rows: {case}"
@@ -202,14 +198,14 @@ def assert_quantized_close(out: Tensor, lse: Tensor, case: QuantizedCase) -> Non
     _assert_close("lse", lse, wanted_lse, true_lse, (1e-4, 1e-30 + of_scores), case)
 
 
-def _error_of_products(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> float:
+def _error_of_products(call: Call) -> float:
     """A limit of the error of scores that are sums of products of e4m3 numbers on a GPU."""
-    if torch.float8_e4m3fn not in (q.dtype, how.qk_dtype):
+    if torch.float8_e4m3fn not in (call.query.dtype, call.options.qk_dtype):
         return 0.0
-    eight = quantization.quantised(Call.of(q, k, v, spec, quantization=how), torch.float64)
+    eight = quantization.quantised(call, torch.float64)
     q, k = (eight.query * eight.q_scale).abs(), (eight.key * eight.k_scale).abs()
     sums = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
-    return ALIGNMENT * abs(default_scale(spec, q.shape[3])) * _rms(sums)
+    return ALIGNMENT * abs(call.scale) * _rms(sums)
 
 
 def _assert_close(
@@ -231,9 +227,7 @@ def _rms(x: Tensor) -> float:
 GAP = 2  # tokens before the first sequence and after the last
 
 
-def packed_call(
-    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec, page: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def packed_call(call: Call, page: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Attend the last queries of each row, as many as are drawn, by attention_varlen.
 
     Args:
@@ -247,8 +241,9 @@ def packed_call(
     import fa_ops
 
     g = torch.Generator().manual_seed(seed)
+    (q, k, v), t, o = call[:3], call.operands, call.options
     (B, Hq, Sq, _), Sk = q.shape, k.shape[2]
-    lens = [Sk] * B if spec.kv_lens is None else spec.kv_lens.clamp(0, Sk).tolist()
+    lens = [Sk] * B if t.kv_lens is None else t.kv_lens.clamp(0, Sk).tolist()
     counts = [Sq, *torch.randint(0, Sq + 1, (B - 1,), generator=g).tolist()]
     gap = q.new_zeros(GAP, Hq, q.shape[3])
     query = _joined([gap, *(q[b, :, Sq - n :].transpose(0, 1) for b, n in enumerate(counts)), gap])
@@ -263,10 +258,10 @@ def packed_call(
         )
         ends_k, keys = _ends(lens, q.device), {}
     found, found_lse = fa_ops.attention_varlen(
-        query, key, value, ends_q, ends_k, max(counts), Sk, is_causal=spec.is_causal,
-        scale=spec.scale, window=(spec.window_left, spec.window_right), softcap=spec.softcap,
-        sinks=spec.sinks, return_lse=True, backend=spec.backend, **keys,
-        **dict(zip(how._fields, how[:3])),
+        query, key, value, ends_q, ends_k, max(counts), Sk, is_causal=o.is_causal,
+        scale=o.scale, window=(o.window_left, o.window_right), softcap=o.softcap,
+        sinks=t.sinks, return_lse=True, backend=o.backend, q_scale=t.q_scale, k_scale=t.k_scale,
+        v_scale=t.v_scale, **keys,
     )  # fmt: skip
     assert not found[:GAP].any() and not found[len(found) - GAP :].any(), "tokens of no sequence"
     out, lse = found.new_empty(B, Hq, Sq, v.shape[3]), found_lse.new_empty(B, Hq, Sq)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fa_ops.testing import caches, quantized
 from fa_ops.testing.allocators import Arena
-from fa_ops.testing.budget import assert_close_to_oracle
-from fa_ops.testing.caches import CacheCase, assert_cache_close, call
-from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS, Case, PackedCase
+from fa_ops.testing.budget import assert_close_to_oracle, by_operator
+from fa_ops.testing.caches import CacheCase, assert_cache_close
+from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS, Case, PackedCase, with_each
 from fa_ops.testing.nan_isolation import NUMBERS, OPERANDS
 from fa_ops.testing.quantized import QuantizedCase, assert_quantized_right
 
@@ -391,11 +391,10 @@ def assert_right(
     """
     checked = backend in ("cpu", "reference")
     if isinstance(case, CacheCase):
-        q, k, v, cache, spec = case.fresh()
-        argument = caches.first_invalid_value(k, cache, spec) if case.broken and checked else None
+        call = case.fresh().changed(backend=backend)
+        argument = caches.first_invalid_value(call) if case.broken and checked else None
         if argument is not None:
-            spec = spec._replace(backend=backend)
-            _assert_refused(case, argument, lambda: call(q, k, v, cache, spec))
+            _assert_refused(case, argument, lambda: by_operator(call))
         else:
             assert_cache_close(case, backend, arena, CALLS if repeated else 1)
         return False
@@ -420,7 +419,7 @@ def _invalid_border(case: PackedCase) -> str | None:
     """The beginning of the error for the first invalid element of cu_seqlens."""
     tokens = (sum(x) + 2 * case.margin for x in (case.lengths_q, case.lengths_k))
     names = ("cu_seqlens_q", "cu_seqlens_k")
-    for name, ends, count in zip(names, case.packing()[:2], tokens):
+    for name, ends, count in zip(names, case.packing(), tokens):
         previous = 0
         for b, end in enumerate(ends.tolist()):
             if not previous <= end <= count:
@@ -443,21 +442,20 @@ def _public_call(case: Case | PackedCase, backend: str, gradients: bool, wrap=la
     """The case as a call of the public function: () -> (out, *gradients of q, k, v)."""
     import fa_ops  # not at the top: fa_ops.testing may depend on types and reference only
 
-    q, k, v, spec = case.fresh(requires_grad=gradients)
-    q, k, v = map(wrap, (q, k, v))
-    spec = spec._replace(**{n: wrap(x) for n, x in spec._asdict().items() if torch.is_tensor(x)})
+    call = with_each(case.fresh(requires_grad=gradients), lambda name, t: wrap(t))
+    (q, k, v), t, o = call[:3], call.operands, call.options
     options = {
-        "dropout_p": spec.dropout_p, "is_causal": spec.is_causal, "scale": spec.scale,
-        "window": (spec.window_left, spec.window_right), "softcap": spec.softcap,
-        "alibi_slopes": spec.alibi_slopes, "sinks": spec.sinks, "kv_lens": spec.kv_lens,
-        "deterministic": spec.deterministic, "backend": backend,
+        "dropout_p": o.dropout_p, "is_causal": o.is_causal, "scale": o.scale,
+        "window": (o.window_left, o.window_right), "softcap": o.softcap,
+        "alibi_slopes": t.alibi_slopes, "sinks": t.sinks, "kv_lens": t.kv_lens,
+        "deterministic": o.deterministic, "backend": backend,
     }  # fmt: skip
     function, args = fa_ops.attention, ()
     if isinstance(case, PackedCase):
-        function, args = fa_ops.attention_varlen, tuple(map(wrap, case.packing()[:2]))
+        function, args = fa_ops.attention_varlen, (t.cu_seqlens_q, t.cu_seqlens_k)
     else:
         names = "attn_mask", "key_ranges", "mask_blocks"
-        options |= {name: getattr(spec, name) for name in names}
+        options |= {name: getattr(t, name) for name in names}
 
     def run() -> tuple[Tensor, ...]:
         torch.manual_seed(0)  # for dropout

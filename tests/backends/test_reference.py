@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fa_ops.backends import dropout, reference
-from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import Spec
+from fa_ops.call.call import Saved
 from fa_ops.testing import PackedCase, make_case
+from tests.groups import Packing, Spec, call_of, groups
 
 TINY = {"B": 2, "Hq": 4, "Hkv": 2, "Sq": 4, "Sk": 6, "D": 3, "Dv": 2, "dtype": torch.float64}
 CASES = {
@@ -77,8 +77,8 @@ def literal_hash(seed: int, batch_head: int, i: int, j: int) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_the_formula_in_loops(name):
     case = CASES[name]
-    q, k, v, spec = case.fresh()
-    out, lse = reference.dense(Call.of(q, k, v, spec))
+    q, k, v, spec = groups(case.fresh())
+    out, lse = reference.dense(call_of(q, k, v, spec))
     ql, kl, vl = q.tolist(), k.tolist(), v.tolist()
     for b in range(case.B):
         for h in range(case.Hq):
@@ -105,14 +105,14 @@ def test_results_are_those_of_the_formula_in_loops(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name):
-    q, k, v, spec = CASES[name].fresh(requires_grad=True)
+    q, k, v, spec = groups(CASES[name].fresh(requires_grad=True))
     extra = [] if spec.sinks is None else [spec.sinks]
     mask = spec.attn_mask
     if mask is not None and mask.dtype != torch.bool and torch.isfinite(mask).all():
         extra.append(mask.requires_grad_())
 
     def call(q, k, v, *extra):
-        out, lse = reference.dense(Call.of(q, k, v, spec))
+        out, lse = reference.dense(call_of(q, k, v, spec))
         return out, lse.masked_fill(lse == -math.inf, 0.0)
 
     assert torch.autograd.gradcheck(call, (q, k, v, *extra))
@@ -125,9 +125,9 @@ def test_packed_sequences_are_dense_ones(margin, sinks):
         dtype=torch.float64, sinks=sinks, alibi="batch_heads", is_causal=True, dropout_p=0.2
     )
     case = PackedCase((3, 0, 5, 2), (4, 2, 0, 7), margin, features)
-    q, k, v, spec = case.fresh()
-    out, lse = reference.varlen_forward(Call.of(q, k, v, spec, packing=case.packing()))
-    starts_q, starts_k = (ends.tolist() for ends in case.packing()[:2])
+    q, k, v, spec = groups(case.fresh())
+    out, lse = reference.varlen_forward(call_of(q, k, v, spec, packing=Packing(*case.packing())))
+    starts_q, starts_k = (ends.tolist() for ends in Packing(*case.packing())[:2])
     covered = torch.zeros(len(q), dtype=torch.bool)
     for b, (Sq, Sk) in enumerate(zip(case.lengths_q, case.lengths_k)):
         rows = slice(starts_q[b], starts_q[b] + Sq)
@@ -139,7 +139,7 @@ def test_packed_sequences_are_dense_ones(margin, sinks):
             continue
         keys = slice(starts_k[b], starts_k[b] + Sk)
         one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
-        alone = Call.of(*one, spec).rows(slice(b, b + 1), *one)
+        alone = call_of(*one, spec).rows(slice(b, b + 1), *one)
         o, m = reference.dense(alone, first_batch=b)
         torch.testing.assert_close(out[rows], o[0].transpose(0, 1))
         torch.testing.assert_close(lse[:, rows], m[0])
@@ -148,31 +148,31 @@ def test_packed_sequences_are_dense_ones(margin, sinks):
 
 def test_lengths_outside_the_keys_are_clamped():
     case = make_case(kv_lens=True, is_causal=True, alibi="heads", dtype=torch.float64)
-    q, k, v, spec = case.fresh()
+    q, k, v, spec = groups(case.fresh())
     wrong = spec._replace(kv_lens=torch.tensor([-5, case.Sk + 9], dtype=torch.int32))
     right = spec._replace(kv_lens=torch.tensor([0, case.Sk], dtype=torch.int32))
     torch.testing.assert_close(
-        reference.dense(Call.of(q, k, v, wrong)),
-        reference.dense(Call.of(q, k, v, right)),
+        reference.dense(call_of(q, k, v, wrong)),
+        reference.dense(call_of(q, k, v, right)),
         rtol=0,
         atol=0,
     )
 
 
 def test_the_widest_window_leaves_nothing_out():
-    q, k, v, spec = make_case(dtype=torch.float64).fresh()
+    q, k, v, spec = groups(make_case(dtype=torch.float64).fresh())
     wide = spec._replace(window_left=2**63 - 1, window_right=2**63 - 1)
     torch.testing.assert_close(
-        reference.dense(Call.of(q, k, v, wide)), reference.dense(Call.of(q, k, v, spec))
+        reference.dense(call_of(q, k, v, wide)), reference.dense(call_of(q, k, v, spec))
     )
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_bad_value_reaches_only_the_rows_that_attend_it(poison):
-    q, k, v, spec = make_case(is_causal=True, Sq=20, Sk=20).fresh()
-    clean, _ = reference.dense(Call.of(q, k, v, spec))
+    q, k, v, spec = groups(make_case(is_causal=True, Sq=20, Sk=20).fresh())
+    clean, _ = reference.dense(call_of(q, k, v, spec))
     v[0, 1, 7, 3] = poison
-    out, _ = reference.dense(Call.of(q, k, v, spec))
+    out, _ = reference.dense(call_of(q, k, v, spec))
     touched = torch.zeros_like(out, dtype=torch.bool)
     touched[0, 2:, 7:, 3] = True  # the two query heads of kv head 1
     assert torch.isnan(out[touched]).all()
@@ -183,22 +183,22 @@ def test_backward_is_autograd():
     case = make_case(
         dtype=torch.float64, mask="float", mask_shape=(0, 1, 0, 1), mask_grad=True, sinks=True
     )
-    q, k, v, spec = case.fresh(requires_grad=True)
-    out, lse = reference.dense(Call.of(q, k, v, spec))
+    q, k, v, spec = groups(case.fresh(requires_grad=True))
+    out, lse = reference.dense(call_of(q, k, v, spec))
     grad_out, grad_lse = case.grad_outputs(out, lse)
     wanted = (q, k, v, spec.attn_mask, spec.sinks)
     expected = torch.autograd.grad([out, lse], wanted, [grad_out, grad_lse])
     actual = reference.backward(
-        Call.of(q, k, v, spec, saved=Saved(grad_out, grad_lse, out, lse, True))
+        call_of(q, k, v, spec, saved=Saved(grad_out, grad_lse, out, lse, True))
     )
     torch.testing.assert_close(tuple(actual), expected)
 
 
 def test_merge_states_of_disjoint_keys():
-    q, k, v, spec = make_case(dtype=torch.float64, Sk=30).fresh()
-    whole = reference.dense(Call.of(q, k, v, spec))
+    q, k, v, spec = groups(make_case(dtype=torch.float64, Sk=30).fresh())
+    whole = reference.dense(call_of(q, k, v, spec))
     parts = [
-        reference.dense(Call.of(q, k[:, :, c], v[:, :, c], spec))
+        reference.dense(call_of(q, k[:, :, c], v[:, :, c], spec))
         for c in (slice(0, 9), slice(9, 30))
     ]
     nothing = torch.zeros_like(whole[0]), torch.full_like(whole[1], -math.inf)

@@ -18,6 +18,7 @@ from fa_ops.call.python_types import checked_packing
 from fa_ops.ops import dense, merge, varlen
 from fa_ops.plans import dispatch
 from fa_ops.testing import make_case
+from tests.groups import groups
 
 INT = torch.int32
 
@@ -33,7 +34,7 @@ class Bad:
 
 
 def valid() -> dict:
-    q, k, v, _ = make_case(B=2, Hq=4, Hkv=2, Sq=5, Sk=7, D=8, Dv=8).fresh()
+    q, k, v, _ = groups(make_case(B=2, Hq=4, Hkv=2, Sq=5, Sk=7, D=8, Dv=8).fresh())
     return {"query": q, "key": k, "value": v}
 
 

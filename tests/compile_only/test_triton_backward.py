@@ -12,13 +12,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from fa_ops.backends.triton import launch  # noqa: E402
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
 from fa_ops.backends.triton.configs import backward_tiles  # noqa: E402
-from fa_ops.call.call import Call, Saved  # noqa: E402
-from fa_ops.call.options import (  # noqa: E402
-    Packing,
-    Spec,
-)
+from fa_ops.call.call import Saved  # noqa: E402
 from fa_ops.testing import random_case  # noqa: E402
 from tests.compile_only.sass import SHARED, assert_fits, disassembled, innermost_loop  # noqa: E402
+from tests.groups import Packing, Spec, call_of, groups  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.backward")
 
@@ -61,7 +58,7 @@ def dense(D, spec, S=S, dtype=torch.bfloat16, mask_grad=False):
         q, out, grad = (meta(B, HQ, S, D, dtype=dtype) for _ in range(3))
         k, v = (meta(B, HKV, S, D, dtype=dtype) for _ in range(2))
         lse = meta(B, HQ, S, dtype=torch.float32)
-        host.backward(Call.of(q, k, v, spec, saved=Saved(grad, None, out, lse, mask_grad)))
+        host.backward(call_of(q, k, v, spec, saved=Saved(grad, None, out, lse, mask_grad)))
 
     return run
 
@@ -120,7 +117,7 @@ def test_fp32_fits(arch, D, compiled, tmp_path):
 def test_every_feature_compiles(seed, compiled):
     """What the interpreter lets pass, such as a loop variable that changes its type."""
     case = random_case(seed, dtype=(torch.bfloat16, torch.float16)[seed % 2])
-    q, k, v, spec = case.fresh()
+    q, k, v, spec = groups(case.fresh())
     q, k, v, *options = (
         x.to("meta") if isinstance(x, torch.Tensor) else x for x in (q, k, v, *spec)
     )
@@ -129,7 +126,7 @@ def test_every_feature_compiles(seed, compiled):
 
     def run():
         spec = Spec(*options)
-        host.backward(Call.of(q, k, v, spec, saved=Saved(out, lse, out, lse, case.mask == "float")))
+        host.backward(call_of(q, k, v, spec, saved=Saved(out, lse, out, lse, case.mask == "float")))
 
     assert len(compiled((80, 90)[seed % 2], run)) == 2 + (case.mask == "float")
 
@@ -143,7 +140,7 @@ def test_packed_compiles_without_spills(causal, compiled, tmp_path):
         lse = meta(HQ, 1000, dtype=torch.float32)
         spec = Spec(is_causal=causal)
         host.varlen_backward(
-            Call.of(q, k, v, spec, packing=Packing(ends, ends), saved=Saved(grad, None, out, lse))
+            call_of(q, k, v, spec, packing=Packing(ends, ends), saved=Saved(grad, None, out, lse))
         )
 
     for kernel in compiled(80, run).values():

@@ -12,12 +12,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from fa_ops.backends.triton import configs, launch, matrix_products  # noqa: E402
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
 from fa_ops.backends.triton.configs import backward_tiles  # noqa: E402
-from fa_ops.call.call import Call, Saved  # noqa: E402
-from fa_ops.call.options import (  # noqa: E402
-    Packing,
-    Spec,
-)
+from fa_ops.call.call import Saved  # noqa: E402
 from tests.compile_only.sass import assert_fits, disassembled, innermost_loop  # noqa: E402
+from tests.groups import Packing, Spec, call_of  # noqa: E402
 
 HOSTS = [importlib.import_module(f"fa_ops.backends.triton.{x}") for x in ("forward", "backward")]
 FORWARD, BACKWARD = HOSTS
@@ -79,7 +76,7 @@ def compiled(monkeypatch):
 
 def forward(D, spec, S=S):
     return lambda: FORWARD.forward(
-        Call.of(meta(B, HQ, S, D), *(meta(B, HKV, S, D) for _ in "kv"), spec)
+        call_of(meta(B, HQ, S, D), *(meta(B, HKV, S, D) for _ in "kv"), spec)
     )
 
 
@@ -88,7 +85,7 @@ def backward(D, spec, S=S, mask_grad=False):
         q, out, grad = (meta(B, HQ, S, D) for _ in range(3))
         k, v = (meta(B, HKV, S, D) for _ in range(2))
         BACKWARD.backward(
-            Call.of(q, k, v, spec, saved=Saved(grad, None, out, meta(B, HQ, S), mask_grad))
+            call_of(q, k, v, spec, saved=Saved(grad, None, out, meta(B, HQ, S), mask_grad))
         )
 
     return run
@@ -147,9 +144,9 @@ def test_packed_compiles(compiled, tmp_path):
         q, out, grad = (meta(1000, HQ, 64) for _ in range(3))
         k, v = (meta(900, HKV, 64) for _ in range(2))
         packing = Packing(ends, ends)
-        FORWARD.varlen_forward(Call.of(q, k, v, Spec(), packing=packing))
+        FORWARD.varlen_forward(call_of(q, k, v, Spec(), packing=packing))
         BACKWARD.varlen_backward(
-            Call.of(q, k, v, Spec(), packing=packing, saved=Saved(grad, None, out, lse))
+            call_of(q, k, v, Spec(), packing=packing, saved=Saved(grad, None, out, lse))
         )
 
     for name, kernel in compiled(90, run).items():

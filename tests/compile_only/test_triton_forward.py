@@ -11,9 +11,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import arguments, launch  # noqa: E402
 from fa_ops.backends.triton.configs import forward_tile  # noqa: E402
-from fa_ops.call.call import Call  # noqa: E402
-from fa_ops.call.options import Spec  # noqa: E402
 from tests.compile_only.sass import SHARED, assert_fits, disassembled, main_loop  # noqa: E402
+from tests.groups import Spec, call_of  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
 
@@ -46,7 +45,7 @@ KINDS = {
 def compiled(arch, D, spec, dtype=torch.bfloat16, packed=False, Dv=None, page=0):
     q, v, lse = meta(B, Hq, S, D, dtype=dtype), meta(B, Hq, S, Dv or D, dtype=dtype), meta(B, Hq, S)
     strides = q.stride()[:3] * 2 + v.stride()[:3]
-    values, kind = arguments.arguments(Call.of(q, q, v, spec), B, Hq, S, S)
+    values, kind = arguments.arguments(call_of(q, q, v, spec), B, Hq, S, S)
     ends = (meta(B + 1, dtype=torch.int32),) * 2 if packed else (None, None)
     pages = (meta(B, 16, dtype=torch.int32), 16, 32) if page else (None, 0, 0)
     args = (q, q, v, v, lse, *strides, B, Hq, 1, S, S, *values, *ends, *pages)

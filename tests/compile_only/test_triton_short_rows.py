@@ -11,9 +11,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch, short_rows  # noqa: E402
 from fa_ops.backends.triton.configs import holds_short_rows  # noqa: E402
-from fa_ops.call.call import Call, Saved  # noqa: E402
-from fa_ops.call.options import Operands, Spec  # noqa: E402
+from fa_ops.call.call import Saved  # noqa: E402
+from fa_ops.call.options import Operands  # noqa: E402
 from tests.compile_only.sass import assert_fits, disassembled, main_loop  # noqa: E402
+from tests.groups import Spec, call_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
@@ -43,9 +44,9 @@ def compiled(monkeypatch):
         q, spec = meta(B, H, S, D), Spec(meta(1 if shared else B, H, S, S))
         if backward:
             lse = meta(B, H, S, dtype=torch.float32)
-            short_rows.backward(Call.of(q, q, q, spec, saved=Saved(q, None, q, lse, True)))
+            short_rows.backward(call_of(q, q, q, spec, saved=Saved(q, None, q, lse, True)))
         else:
-            short_rows.forward(Call.of(q, q, q, spec))
+            short_rows.forward(call_of(q, q, q, spec))
         return kernels[0]
 
     return collect
@@ -106,7 +107,7 @@ def tensors(shift=0, shared=True):
 def prepared(backward, shared=True):
     """() -> what runs calls with the geometry of `tensors`, forward or backward."""
     q, k, v, bias = tensors(shared=shared)
-    call = Call.of(q, k, v, Spec(bias))
+    call = call_of(q, k, v, Spec(bias))
     if not backward:
         run = short_rows.prepare(call)
         return lambda q, k, v, bias: run(q, k, v, Operands(bias))

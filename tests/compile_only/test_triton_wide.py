@@ -9,11 +9,11 @@ import pytest
 triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
 from fa_ops.backends.triton import launch  # noqa: E402
-from fa_ops.call.options import Spec  # noqa: E402
 from tests.compile_only import test_triton_backward as backward  # noqa: E402
 from tests.compile_only import test_triton_decode as decode  # noqa: E402
 from tests.compile_only import test_triton_forward as forward  # noqa: E402
 from tests.compile_only.sass import assert_fits, disassembled, innermost_loop  # noqa: E402
+from tests.groups import Spec  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fa_ops.backends import dropout, reference
 from fa_ops.call.call import Call
-from fa_ops.call.options import Packing, Spec
 from fa_ops.distributed import balanced_layout, context_parallel_attention, shard, unshard
 from fa_ops.ops import dense
 from fa_ops.testing.budget import _farthest, _with_rounding, assert_within_budget, naive
 from fa_ops.testing.inputs import short_repr
+from tests.groups import Packing, Spec, call_of
 
 HALF = torch.bfloat16
 
@@ -179,11 +179,11 @@ def one_process(
         options["sinks"] = leaves["sinks"] = options["sinks"].to(wide).requires_grad_()
     spec = spec_of(case, options)
     if case.documents is None:
-        out, lse = attend(Call.of(*tensors, spec))
+        out, lse = attend(call_of(*tensors, spec))
     else:
         packing = Packing(options["cu_seqlens"], options["cu_seqlens"])
         packed = (x[0].transpose(0, 1) for x in tensors)
-        out, lse = reference.varlen(Call.of(*packed, spec, packing=packing), attend)
+        out, lse = reference.varlen(call_of(*packed, spec, packing=packing), attend)
         out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     weights = loss_weights(case, out, lse)
     if sign:

@@ -14,6 +14,7 @@ import fa_ops
 from fa_ops.distributed import context_parallel_attention
 from fa_ops.ops import dense
 from fa_ops.testing import make_case
+from tests.groups import groups
 
 WORLD = 2
 CASE = make_case(
@@ -31,7 +32,7 @@ def function(q, k, v, mask, sinks, slopes, lens):
 
 def arguments(requires_grad: bool = True) -> tuple[list, list]:
     """The arguments that are differentiated, and the others."""
-    q, k, v, spec = CASE.fresh(requires_grad=requires_grad)
+    q, k, v, spec = groups(CASE.fresh(requires_grad=requires_grad))
     return [q, k, v, spec.attn_mask, spec.sinks], [spec.alibi_slopes, spec.kv_lens]
 
 

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 
 import fa_ops
 from fa_ops.backends import cpu
-from fa_ops.call.options import Spec
 from fa_ops.ops import dense, kv_cache, varlen
 from fa_ops.testing import make_case
+from tests.groups import Spec, groups
 
 
 def qkv(**options):
-    return make_case(B=2, Hq=4, Hkv=4, Sq=5, Sk=5, D=8, Dv=8).fresh(**options)[:3]
+    return groups(make_case(B=2, Hq=4, Hkv=4, Sq=5, Sk=5, D=8, Dv=8).fresh(**options))[:3]
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def specs(monkeypatch):
     specs, choose = [], fa_ops.plans.dispatch.choose
 
     def spy(call):
-        specs.append(call.spec)
+        specs.append(groups(call)[-1])
         return choose(call)
 
     monkeypatch.setattr(fa_ops.plans.dispatch, "choose", spy)
@@ -122,7 +122,7 @@ def test_windows_of_any_size_compile(side):
 
 def test_plans_are_made_of_windows_that_leave_keys_out(monkeypatch):
     specs, plan = [], cpu.plan
-    monkeypatch.setattr(cpu, "plan", lambda call: specs.append(call.spec) or plan(call))
+    monkeypatch.setattr(cpu, "plan", lambda call: specs.append(groups(call)[-1]) or plan(call))
     q, k, v = qkv()
     for _ in range(2):
         kv_cache.READ(q, k, v, torch.full((2,), 5, dtype=torch.int32), window_left=2**40)

@@ -13,10 +13,9 @@ import torch
 
 from fa_ops.backends import hopper, reference
 from fa_ops.backends.hopper import backward, decode, eight_bit, forward, kernel_plan, mla
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Spec
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
+from tests.groups import Cache, Spec, call_of, groups
 
 DIMS = ((64, 64), (128, 128), (96, 96), (72, 72), (128, 64), (192, 128), (192, 192), (256, 256))
 UNBOUNDED = 1 << 20
@@ -24,8 +23,8 @@ UNBOUNDED = 1 << 20
 
 def check(case: Case | PackedCase, gradients: bool = True) -> None:
     """Compare with the oracle, forward and backward; skip cases that the backend refuses."""
-    q, k, v, spec = case.fresh()
-    reason = hopper.support_error(Call.of(q, k, v, spec))
+    q, k, v, spec = groups(case.fresh())
+    reason = hopper.support_error(call_of(q, k, v, spec))
     if reason:
         pytest.skip(reason)
     assert_close_to_oracle(case, "hopper", gradients=gradients)
@@ -35,7 +34,7 @@ def chosen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, cache: Cache | None = None
 ) -> ModuleType:
     """The backend of a dense call, or with `cache` of a call over a cache."""
-    return dispatch.choose(planning.normalised(Call.of(q, k, v, spec, cache=cache)))
+    return dispatch.choose(planning.normalised(call_of(q, k, v, spec, cache=cache)))
 
 
 @contextlib.contextmanager
@@ -131,8 +130,8 @@ class MaskedCase(Case):
     expanded: bool = False  # broadcast dimensions have full size and stride 0
 
     def fresh(self, dtype=None, requires_grad=False):
-        q, k, v, spec = super().fresh(dtype, requires_grad)
-        mask = spec.attn_mask.detach()
+        call = super().fresh(dtype, requires_grad)
+        mask = call.operands.attn_mask.detach()
         if self.is_wide:
             mask = mask.float() * 1.2345
         if self.mask == "bool":
@@ -143,10 +142,9 @@ class MaskedCase(Case):
         if self.expanded:
             mask = mask.expand(self.B, self.Hq, self.Sq, self.Sk)
         mask.requires_grad_(requires_grad and self.mask_grad)
-        spec = spec._replace(attn_mask=mask)
         if self.mask_blocks:
-            spec = spec._replace(mask_blocks=reference.mask_blocks(mask))
-        return q, k, v, spec
+            call = call.changed(mask_blocks=reference.mask_blocks(mask))
+        return call.changed(attn_mask=mask)
 
 
 def _layout_fields(seed: int) -> dict:

@@ -31,16 +31,15 @@ import torch
 import fa_ops
 from fa_ops.backends.hopper import backward as dense_backward
 from fa_ops.backends.triton import configs
-from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import Packing, Spec, keywords
+from fa_ops.call.call import Saved
 from fa_ops.cli.fuzz import refusal
-from fa_ops.testing import PackedCase, make_case, random_calls, random_case
+from fa_ops.testing import make_case, random_calls, random_case
+from fa_ops.testing.budget import by_operator
 from fa_ops.testing.caches import CacheCase, random_cache_case
-from fa_ops.testing.caches import call as call_cached
-from fa_ops.testing.quantized import call as call_quantized
 from fa_ops.testing.quantized import random_quantized_case
 from tests.gpu import hopper_calls
 from tests.gpu.cases import few_processors, pairs_of_ctas
+from tests.groups import Packing, Spec, call_of, groups
 
 CASES = 24
 HALF = (torch.bfloat16, torch.float16)
@@ -61,15 +60,15 @@ def run(backend: str, first: int, step: int) -> int:
             break
         D = (64, 128, 32, 256)[seed % 4]
         case = random_case(seed, D=D, Dv=D, dtype=torch.bfloat16, device="cuda")
-        q, k, v, spec = case.fresh()
-        if module.support_error(Call.of(q, k, v, spec)):
+        q, k, v, spec = groups(case.fresh())
+        if module.support_error(call_of(q, k, v, spec)):
             continue
         # with few processors, persistent CTAs process a second tile even of small problems
         with few_processors(2) if seed // 4 % 2 else contextlib.nullcontext():
-            out, lse = module.forward(Call.of(q, k, v, spec))
+            out, lse = module.forward(call_of(q, k, v, spec))
             grads = torch.randn_like(out), torch.randn_like(lse)
             module.backward(
-                Call.of(q, k, v, spec, saved=Saved(*grads, out, lse, case.mask == "float"))
+                call_of(q, k, v, spec, saved=Saved(*grads, out, lse, case.mask == "float"))
             )
         calls += 1
     if not first:
@@ -86,10 +85,10 @@ def run_pairs() -> int:
             torch.randn(2, H, S, 256, device="cuda", dtype=torch.bfloat16)
             for H, S in ((Hq, Sq), (Hkv, Sk))
         )
-        out, lse = hopper_calls.forward(Call.of(q, k, k, causal))
+        out, lse = hopper_calls.forward(call_of(q, k, k, causal))
         with pairs_of_ctas():
             hopper_calls.backward(
-                Call.of(q, k, k, causal, saved=Saved(torch.randn_like(out), None, out, lse))
+                call_of(q, k, k, causal, saved=Saved(torch.randn_like(out), None, out, lse))
             )
     return len(shapes)
 
@@ -105,13 +104,13 @@ def run_whole_heads(backend: str, first: int, step: int) -> int:
             torch.randn(2, H, S, D, device="cuda", dtype=torch.bfloat16)
             for H, S in ((Hq, Sq), (Hkv, Sk))
         )
-        out, lse = hopper_calls.forward(Call.of(q, k, k, causal))
+        out, lse = hopper_calls.forward(call_of(q, k, k, causal))
         grads = torch.randn_like(out), torch.randn_like(lse)
         if number % 2:
             grads[0][0, 0, 70:73] = float("nan")
         rule = mock.Mock(return_value=alone)
         with mock.patch.object(dense_backward, "prefers_own_row_sums", rule), few_processors(2):
-            hopper_calls.backward(Call.of(q, k, k, causal, saved=Saved(*grads, out, lse)))
+            hopper_calls.backward(call_of(q, k, k, causal, saved=Saved(*grads, out, lse)))
     return len(range(first, len(every), step))
 
 
@@ -121,7 +120,7 @@ def run_jumps(module) -> int:
         q, k, v = (torch.randn(1, 2, 500, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         for factor in (30, 200):
             k[:, :, ::97] *= factor
-            module.forward(Call.of(q, k, v, Spec(is_causal=factor == 200)))
+            module.forward(call_of(q, k, v, Spec(is_causal=factor == 200)))
     return 4
 
 
@@ -132,11 +131,11 @@ def run_packed(module) -> int:
     specs = Spec(), Spec(is_causal=True), Spec(is_causal=True, alibi_slopes=slopes)
     for spec in (*specs, specs[-1]._replace(deterministic=True)):
         case = random_case(1, B=1, Hq=4, Hkv=2, Sq=200, Sk=200, D=64, Dv=64, dtype=torch.bfloat16)
-        q, k, v = (t[0].transpose(0, 1).contiguous().cuda() for t in case.fresh()[:3])
-        out, lse = module.varlen_forward(Call.of(q, k, v, spec, packing=packing))
+        q, k, v = (t[0].transpose(0, 1).contiguous().cuda() for t in groups(case.fresh())[:3])
+        out, lse = module.varlen_forward(call_of(q, k, v, spec, packing=packing))
         grads = torch.randn_like(out), torch.randn_like(lse)
         module.varlen_backward(
-            Call.of(q, k, v, spec, packing=packing, saved=Saved(*grads, out, lse))
+            call_of(q, k, v, spec, packing=packing, saved=Saved(*grads, out, lse))
         )
     if hasattr(module, "merge_states"):
         outs, lses = torch.randn(3, 64, 4, 64, device="cuda"), torch.randn(3, 64, 4, device="cuda")
@@ -148,7 +147,7 @@ def run_short(module) -> int:
     """Sequences of narrow heads, more than there are multiprocessors."""
     for S in (50, 77):
         q = torch.randn(10, 16, S, 64, device="cuda", dtype=torch.bfloat16)
-        module.forward(Call.of(q, q, q, Spec(is_causal=S == 77)))
+        module.forward(call_of(q, q, q, Spec(is_causal=S == 77)))
     return 2
 
 
@@ -193,9 +192,9 @@ def run_cached(module, first: int, step: int) -> int:
         few = shape | {"Hq": 8, "Hkv": 2, "Sq": 20, "S": 1500}  # tiles attend parts of the keys
         cases.append(CacheCase(device="cuda", dtype=torch.bfloat16, D=D, Dv=D, sinks=True, **few))
     for case in cases[first::step]:
-        q, k, v, cache, spec = case.fresh()
-        if not module.cache_error(Call.of(q, k, v, spec, cache=cache)):
-            module.cache_forward(Call.of(q, k, v, spec, cache=cache))
+        q, k, v, cache, spec = groups(case.fresh())
+        if not module.cache_error(call_of(q, k, v, spec, cache=cache)):
+            module.cache_forward(call_of(q, k, v, spec, cache=cache))
             calls += 1
     return calls
 
@@ -211,15 +210,15 @@ def run_float32(backend: str, first: int, step: int) -> int:
         options = {"D": D, "Dv": D, "dtype": torch.float32, "device": "cuda"}
         options |= plain | {"B": 1, "Sq": 160, "Sk": 160} if is_packed else {"kv_lens": False}
         case = random_case(number, **options)
-        q, k, v, spec = case.fresh()
+        q, k, v, spec = groups(case.fresh())
         if number % 3 == 2:
             k[:, :, 1] = float("nan")
         if is_packed:
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
             spec = spec._replace(kv_lens=None)
-            out, lse = module.varlen_forward(Call.of(q, k, v, spec, packing=packing))
+            out, lse = module.varlen_forward(call_of(q, k, v, spec, packing=packing))
             module.varlen_backward(
-                Call.of(
+                call_of(
                     q,
                     k,
                     v,
@@ -229,10 +228,10 @@ def run_float32(backend: str, first: int, step: int) -> int:
                 )
             )
         else:
-            out, lse = module.forward(Call.of(q, k, v, spec))
+            out, lse = module.forward(call_of(q, k, v, spec))
             grads = torch.randn_like(out), torch.randn_like(lse)
             module.backward(
-                Call.of(q, k, v, spec, saved=Saved(*grads, out, lse, case.mask == "float"))
+                call_of(q, k, v, spec, saved=Saved(*grads, out, lse, case.mask == "float"))
             )
         calls += 1
     return calls
@@ -294,8 +293,7 @@ def run_quantized(backend: str, first: int, step: int) -> int:
         if calls * step >= CASES or refusal(backend, case) is not None:
             continue
         with few_processors(2) if seed // 2 % 2 else contextlib.nullcontext():
-            q, k, v, how, spec = case.fresh()
-            call_quantized(q, k, v, how, spec._replace(backend=backend))
+            by_operator(case.fresh().changed(backend=backend))
         calls += 1
     return calls
 
@@ -332,14 +330,14 @@ def run_tiles(backend: str, first: int, step: int) -> int:
             mask_blocks=True, kv_lens=seed % 3 == 0, is_causal=seed % 5 == 0, seed=seed,
             dtype=torch.bfloat16, device="cuda",
         )  # fmt: skip
-        q, k, v, spec = case.fresh()
+        q, k, v, spec = groups(case.fresh())
         if is_broken:
             spec.mask_blocks.random_(-100, 100)
         with few_processors(2) if seed % 2 else contextlib.nullcontext():
             module = functions_of(backend)
-            out, lse = module.forward(Call.of(q, k, v, spec))
+            out, lse = module.forward(call_of(q, k, v, spec))
             module.backward(
-                Call.of(q, k, v, spec, saved=Saved(torch.randn_like(out), None, out, lse, is_float))
+                call_of(q, k, v, spec, saved=Saved(torch.randn_like(out), None, out, lse, is_float))
             )
         calls += 1
     return calls
@@ -347,19 +345,10 @@ def run_tiles(backend: str, first: int, step: int) -> int:
 
 def call(case: random_calls.AnyCase, backend: str, backward: bool) -> None:
     """Call the operator, so that the host code of the backend runs too."""
-    if isinstance(case, CacheCase):
-        q, k, v, cache, spec = case.fresh()
-        call_cached(q, k, v, cache, spec._replace(backend=backend))
-        return
-    q, k, v, spec = case.fresh(requires_grad=backward)
-    options = keywords(spec._replace(backend=backend))
-    if isinstance(case, PackedCase):
-        packing = case.packing()
-        out, lse = torch.ops.fa.attention_varlen(q, k, v, *packing, *spec[1:3], **options)
-    else:
-        out, lse = torch.ops.fa.attention_with_lse(q, k, v, *spec[:3], **options)
+    call = case.fresh(requires_grad=True) if backward else case.fresh()
+    out, lse = by_operator(call.changed(backend=backend))
     if backward:
-        torch.autograd.grad(out, (q, k, v), case.grad_outputs(out, lse)[0])
+        torch.autograd.grad(out, call[:3], case.grad_outputs(out, lse)[0])
 
 
 MODES = {"": run, "broken": run_broken, "forward": run_forward, "quantized": run_quantized}

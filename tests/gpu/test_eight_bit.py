@@ -8,18 +8,18 @@ import torch
 
 import fa_ops
 from fa_ops.backends import quantization, reference
-from fa_ops.call.call import Call
-from fa_ops.call.options import Quantization
 from fa_ops.cli.fuzz import refusal
 from fa_ops.testing import make_case
+from fa_ops.testing.budget import by_operator
 from fa_ops.testing.quantized import (
     QuantizedCase,
     assert_quantized_close,
-    call,
     random_quantized_case,
 )
 from tests.dominant_keys import POSITIONS, relative_error
 from tests.gpu.cases import few_processors
+from tests.groups import Quantization, groups
+from tests.groups import call_of as grouped
 from tests.quantized_calls import call_of, public_call, run
 
 E4M3 = torch.float8_e4m3fn
@@ -66,11 +66,13 @@ def test_long_rows(D, Dv, qk_dtype, backend):
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_scales_may_be_negative(softcap):
     inner = make_case(B=2, Hq=4, Hkv=2, Sq=150, Sk=300, D=64, Dv=64, device="cuda", softcap=softcap)
-    q, k, v, how, spec = QuantizedCase(inner, scales=("tokens", "blocks", "channels")).fresh()
+    q, k, v, how, spec = groups(
+        QuantizedCase(inner, scales=("tokens", "blocks", "channels")).fresh()
+    )
     signs = [torch.randint(0, 2, t.shape, device="cuda") * 2 - 1 for t in how[:3]]
     how = Quantization(*(t * sign for t, sign in zip(how, signs)), None, False, False)
-    wanted, _ = reference.quantized(Call.of(q, k, v, spec, quantization=how))
-    found, _ = call(q, k, v, how, spec._replace(backend="hopper"))
+    wanted, _ = reference.quantized(grouped(q, k, v, spec, quantization=how))
+    found, _ = by_operator(grouped(q, k, v, spec._replace(backend="hopper"), quantization=how))
     assert (found - wanted).norm() < 0.01 * wanted.norm()
 
 
@@ -100,11 +102,14 @@ def test_scales_of_heads_are_those_of_their_blocks_and_channels(D, sign):
 def test_numbers_are_those_of_the_definition():
     from fa_ops.backends.triton.eight_bit import quantise
 
-    q, k, v, how, spec = QuantizedCase(
-        make_case(Sq=200, Sk=3000, D=128, Dv=64, device="cuda", dtype=torch.bfloat16), key_mean=2.0
-    ).fresh()
-    wanted = quantization.quantised(Call.of(q, k, v, spec, quantization=how), torch.float32)
-    found = quantise(Call.of(q, k, v, spec, quantization=how))
+    q, k, v, how, spec = groups(
+        QuantizedCase(
+            make_case(Sq=200, Sk=3000, D=128, Dv=64, device="cuda", dtype=torch.bfloat16),
+            key_mean=2.0,
+        ).fresh()
+    )
+    wanted = quantization.quantised(grouped(q, k, v, spec, quantization=how), torch.float32)
+    found = quantise(grouped(q, k, v, spec, quantization=how))
     assert (found.query.float() == wanted.query).float().mean() > 0.999
     assert (found.key.float() == wanted.key).float().mean() > 0.998
     assert torch.equal(found.value[..., :3000].float().transpose(2, 3), wanted.value)

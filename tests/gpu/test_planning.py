@@ -8,11 +8,10 @@ import torch
 import fa_ops
 from fa_ops.backends import reference
 from fa_ops.call import checks
-from fa_ops.call.call import Call as AttentionCall
-from fa_ops.call.options import Spec
 from fa_ops.ops import kv_cache
 from fa_ops.plans import planning
 from fa_ops.testing import assert_within_budget, naive
+from tests.groups import Spec, call_of
 
 CASES = ("contiguous", "paged", "latent", "append")
 
@@ -160,8 +159,8 @@ def test_a_cache_that_grows_is_attended_to_its_end(small, layout, sizes, monkeyp
         given = {"sinks": sinks, "kv_lens": lens, "key_ranges": bounds}
         options = {name: given[name] for name in small.split()}
         out, spec = fa_ops.attention(q, k, v, **options), Spec(**options)
-        expected, _ = reference.dense(AttentionCall.of(q.double(), k.double(), v.double(), spec))
-        assert_within_budget(f"{S} keys", out, expected, naive(AttentionCall.of(q, k, v, spec))[0])
+        expected, _ = reference.dense(call_of(q.double(), k.double(), v.double(), spec))
+        assert_within_budget(f"{S} keys", out, expected, naive(call_of(q, k, v, spec))[0])
     families = {(S.bit_length(), (S - 1).bit_length()) for S in LENGTHS}
     assert len(checked) == len(planning._plans) == len(families) < len(planning._prepared)
 
@@ -172,5 +171,5 @@ def test_growing_latent_caches():
         q, k = draw(2, 16, 1, 576), whole[:, :, :S].clone()
         out = fa_ops.attention(q, k, k[..., :512], scale=0.07)
         call = (q, k, k[..., :512], Spec(scale=0.07))
-        expected, _ = reference.dense(AttentionCall.of(*(t.double() for t in call[:3]), call[3]))
-        assert_within_budget(f"{S} keys", out, expected, naive(AttentionCall.of(*call))[0])
+        expected, _ = reference.dense(call_of(*(t.double() for t in call[:3]), call[3]))
+        assert_within_budget(f"{S} keys", out, expected, naive(call_of(*call))[0])

@@ -8,17 +8,16 @@ from torch import nn
 
 import fa_ops
 from fa_ops.backends import reference
-from fa_ops.call.call import Call
-from fa_ops.call.options import Packing, Spec
 from fa_ops.testing import make_case
 from hf_integration import encodings, fa_ops_attention_forward, operators
+from tests.groups import Packing, Spec, call_of, groups
 
 CASE = make_case(B=2, Hq=4, Hkv=2, Sq=12, Sk=12, D=16, Dv=24)
 CAUSAL = Spec(is_causal=True)
 
 
 def inputs(case=CASE, **options):
-    return case.fresh(**options)[:3]
+    return groups(case.fresh(**options))[:3]
 
 
 def forward(q, k, v, mask=None, module=None, **options):
@@ -26,7 +25,7 @@ def forward(q, k, v, mask=None, module=None, **options):
 
 
 def check(ours, q, k, v, spec):
-    expected, _ = reference.dense(Call.of(q.double(), k.double(), v.double(), spec))
+    expected, _ = reference.dense(call_of(q.double(), k.double(), v.double(), spec))
     assert ours.is_contiguous()
     torch.testing.assert_close(ours, expected.transpose(1, 2).to(ours.dtype), atol=1e-5, rtol=1e-5)
 
@@ -84,7 +83,7 @@ def test_position_bias_is_added_and_differentiated(form):
     check(out, q, k, v, spec._replace(attn_mask=added))
     (ours,) = torch.autograd.grad(out.square().sum(), bias)
     oracle, _ = reference.dense(
-        Call.of(q.double(), k.double(), v.double(), spec._replace(attn_mask=added.double()))
+        call_of(q.double(), k.double(), v.double(), spec._replace(attn_mask=added.double()))
     )
     (expected,) = torch.autograd.grad(oracle.square().sum(), bias)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
@@ -101,7 +100,7 @@ def test_weights_are_those_of_eager_attention(form, sinks):
     repeated = k.repeat_interleave(2, 1)
     products = q.double() @ repeated.double().transpose(-1, -2)
     expected, _ = reference.weights(
-        reference.modify_scores(products, Call.of(q, k, v, spec)), sinks
+        reference.modify_scores(products, call_of(q, k, v, spec)), sinks
     )
     torch.testing.assert_close(weights, expected.float(), atol=1e-5, rtol=1e-5)
 
@@ -117,7 +116,7 @@ def test_sinks_may_differ_by_query():
                 t[b : b + 1].double()
                 for t in (q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1])
             ]
-            rows.append(reference.dense(Call.of(*row, Spec(sinks=sinks[b, :, i, 0])))[0])
+            rows.append(reference.dense(call_of(*row, Spec(sinks=sinks[b, :, i, 0])))[0])
     expected = torch.cat(rows, 2).view(1, 4, 2, 12, 24)[0].permute(1, 2, 0, 3)
     torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
     ours = torch.autograd.grad(out.sum(), sinks)[0]
@@ -176,7 +175,7 @@ def test_cu_seq_lens_without_a_mask_give_a_packed_call(causal, dtype):
     out, _ = forward(q, k, v, is_causal=causal, max_length_q=7, max_length_k=7, **lens)
     tokens = [t[0].transpose(0, 1).double() for t in (q, k, v)]
     expected, _ = reference.varlen(
-        Call.of(*tokens, Spec(is_causal=causal), packing=Packing(ends, ends))
+        call_of(*tokens, Spec(is_causal=causal), packing=Packing(ends, ends))
     )
     torch.testing.assert_close(out[0], expected.float(), atol=1e-5, rtol=1e-5)
 

@@ -8,10 +8,9 @@ from torch import nn
 
 import fa_ops
 from fa_ops.backends import reference
-from fa_ops.call.call import Call
-from fa_ops.call.options import Spec
 from fa_ops.testing import make_case
 from hf_integration import attention, encodings, fa_ops_attention_forward, operators
+from tests.groups import Spec, call_of, groups
 
 LENS = torch.tensor([5, 9])
 SINKS = torch.linspace(-1, 1, 4)
@@ -44,7 +43,7 @@ MASKS = {
 
 
 def inputs(B=2, Hq=4, Hkv=2, Sq=1, Sk=9, D=16, Dv=16):
-    return make_case(B=B, Hq=Hq, Hkv=Hkv, Sq=Sq, Sk=Sk, D=D, Dv=Dv).fresh()[:3]
+    return groups(make_case(B=B, Hq=Hq, Hkv=Hkv, Sq=Sq, Sk=Sk, D=D, Dv=Dv).fresh())[:3]
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def test_remembered_decisions_give_the_same_result(form, options, remembered, on
     assert first.is_contiguous() and torch.equal(first, again)
     spec = spec._replace(sinks=options.get("s_aux"), scale=options.get("scaling"))
     spec = spec._replace(softcap=options.get("softcap", 0.0))
-    expected, _ = reference.dense(Call.of(q.double(), k.double(), v.double(), spec))
+    expected, _ = reference.dense(call_of(q.double(), k.double(), v.double(), spec))
     torch.testing.assert_close(first, expected.transpose(1, 2).float(), atol=1e-5, rtol=1e-5)
 
 

@@ -5,10 +5,10 @@ import torch
 
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
-from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import Spec, keywords
+from fa_ops.call.call import Saved
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
 from tests.backends.test_dropout import check_part
+from tests.groups import Spec, call_of, groups, keywords
 from tests.kernels import alternating_dtype
 
 pytestmark = [
@@ -63,7 +63,7 @@ def test_feature(feature):
 def test_lengths_outside_the_keys_are_clamped(option):
     """Positions too: the rows of such a batch stand at the end of the keys that are there."""
     case = make_case(mask="float", mask_shape=(0, 0, 1, 1), mask_grad=True, **option)
-    q, k, v, spec = case.fresh(requires_grad=True)
+    q, k, v, spec = groups(case.fresh(requires_grad=True))
     results = []
     for lens in ([-5, 99], [0, 47]):
         lens = torch.tensor(lens, dtype=torch.int32)
@@ -92,7 +92,9 @@ def test_gradient_of_a_mask_with_everything_else():
 
 
 def test_gradient_of_a_mask_with_few_dimensions():
-    q, k, v, spec = make_case(mask="float", mask_shape=(0, 0, 1, 1)).fresh(requires_grad=True)
+    q, k, v, spec = groups(
+        make_case(mask="float", mask_shape=(0, 0, 1, 1)).fresh(requires_grad=True)
+    )
     mask = spec.attn_mask[0, 0].detach().requires_grad_()
     grads = {}
     for name in ("triton", "reference"):
@@ -138,7 +140,7 @@ def test_packed_sequences_longer_than_a_block():
 
 @pytest.mark.parametrize("option", ["kv_lens", "key_ranges"])
 def test_nan_beyond_the_key_length_reaches_no_gradient(option):
-    q, k, v, _ = make_case(Sq=128, Sk=256, Hq=2, Hkv=1).fresh()
+    q, k, v, _ = groups(make_case(Sq=128, Sk=256, Hq=2, Hkv=1).fresh())
     first, last = [0, 0], [70, 129]
     if option == "kv_lens":
         spec = Spec(kv_lens=torch.tensor(last, dtype=torch.int32))
@@ -151,9 +153,9 @@ def test_nan_beyond_the_key_length_reaches_no_gradient(option):
         excluded[b, first[b] : last[b]] = False
     k[excluded.view(2, 1, 256).expand(k.shape[:3])] = float("nan")
     v[excluded.view(2, 1, 256).expand(v.shape[:3])] = float("inf")
-    out, lse = backend.forward(Call.of(q, k, v, spec))
+    out, lse = backend.forward(call_of(q, k, v, spec))
     grads = backend.backward(
-        Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse))
+        call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse))
     )
     assert all(bool(x.isfinite().all()) for x in grads[:3])
     for x in (grads.key, grads.value):
@@ -162,17 +164,17 @@ def test_nan_beyond_the_key_length_reaches_no_gradient(option):
 
 def test_gradients_have_the_layout_of_their_inputs():
     for layout in ("bhsd", "bshd", "packed", "expanded"):
-        q, k, v, spec = make_case(layout=layout).fresh()
-        out, lse = backend.forward(Call.of(q, k, v, spec))
+        q, k, v, spec = groups(make_case(layout=layout).fresh())
+        out, lse = backend.forward(call_of(q, k, v, spec))
         grads = backend.backward(
-            Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse))
+            call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse))
         )
         for grad, x in zip(grads, (q, k, v)):
             assert grad.stride() == torch.empty_like(x).stride(), layout
 
 
 def test_a_gradient_of_out_with_zero_strides():
-    q, k, v, spec = make_case().fresh(requires_grad=True)
+    q, k, v, spec = groups(make_case().fresh(requires_grad=True))
     out = torch.ops.fa.attention(q, k, v, backend="triton")
     grads = torch.autograd.grad(out.sum(), [q, k, v])
     expected = torch.autograd.grad(

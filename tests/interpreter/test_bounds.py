@@ -9,10 +9,10 @@ import torch
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
-from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import Packing, Spec
+from fa_ops.call.call import Saved
 from fa_ops.testing.allocators import Arena
 from fa_ops.testing.caches import CacheCase
+from tests.groups import Packing, Spec, call_of, groups
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -60,16 +60,16 @@ def test_broken_borders_of_packed_sequences(seed):
     ends_q, ends_k = ends_of(r, batch, Tq), ends_of(r, batch, Tk)
     right = Packing(clamped(ends_q, Tq), clamped(ends_k, Tk))
     wrong = Packing(ends_q, ends_k, *r.choice([(None, None), (1, 1), (10**6, 10**6)]))
-    expected = reference.varlen_forward(Call.of(q, k, v, spec, packing=right))
+    expected = reference.varlen_forward(call_of(q, k, v, spec, packing=right))
     grads = reference.varlen_backward(
-        Call.of(q, k, v, spec, packing=right, saved=Saved(grad, None, *expected))
+        call_of(q, k, v, spec, packing=right, saved=Saved(grad, None, *expected))
     )
     arena = Arena()
     *inputs, grad_out = (arena.placed(x) for x in (q, k, v, grad))
     with arena.outputs("triton"):
-        out, lse = backend.varlen_forward(Call.of(*inputs, spec, packing=wrong))
+        out, lse = backend.varlen_forward(call_of(*inputs, spec, packing=wrong))
         found = backend.varlen_backward(
-            Call.of(*inputs, spec, packing=wrong, saved=Saved(grad_out, None, out, lse))
+            call_of(*inputs, spec, packing=wrong, saved=Saved(grad_out, None, out, lse))
         )
     arena.check()
     assert_same((out, lse), expected)
@@ -94,13 +94,13 @@ def test_broken_lengths_and_ranges(seed):
     spec = Spec(is_causal=r.random() < 0.5, key_ranges=ranges if seed % 3 else None, kv_lens=lens)
     if seed % 3 == 1:
         spec = spec._replace(kv_lens=None)
-    expected = reference.forward(Call.of(q, k, v, spec))
-    grads = reference.backward(Call.of(q, k, v, spec, saved=Saved(grad, None, *expected)))
+    expected = reference.forward(call_of(q, k, v, spec))
+    grads = reference.backward(call_of(q, k, v, spec, saved=Saved(grad, None, *expected)))
     arena = Arena()
     *inputs, grad_out = (arena.placed(x) for x in (q, k, v, grad))
     with arena.outputs("triton"):
-        out, lse = backend.forward(Call.of(*inputs, spec))
-        found = backend.backward(Call.of(*inputs, spec, saved=Saved(grad_out, None, out, lse)))
+        out, lse = backend.forward(call_of(*inputs, spec))
+        found = backend.backward(call_of(*inputs, spec, saved=Saved(grad_out, None, out, lse)))
     arena.check()
     assert_same((out, lse), expected)
     assert_same(found[:3], grads[:3])
@@ -114,7 +114,7 @@ def test_broken_caches(seed):
         new=r.choice([0, 2]), rotary=r.choice([0, 8]), num_splits=r.choice([0, 2]),
         lens=(20, 50, 90), sinks=r.random() < 0.5, seed=seed, ranges=r.random() < 0.4,
     )  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     k, v = k.nan_to_num(0.5), v.nan_to_num(0.5)
     lens = torch.tensor([r.choice([-1, -(2**31), 95, 96, 97, 2**31 - 1, 40]) for _ in range(3)])
     if cache.page_table is not None:
@@ -131,18 +131,18 @@ def test_broken_caches(seed):
     new = {name: x if x is None else arena.placed(x) for name, x in new.items()}
     spec = spec._replace(kv_lens=lens.int())
     with arena.outputs("triton"):
-        out, lse = backend.cache_forward(Call.of(q, k, v, spec, cache=cache._replace(**new)))
+        out, lse = backend.cache_forward(call_of(q, k, v, spec, cache=cache._replace(**new)))
     arena.check()
     assert bool(out.isfinite().all()) and not lse.isnan().any()
 
 
 def test_lengths_that_overflow_with_new_keys_are_those_of_a_full_cache():
-    q, k, v, cache, spec = CacheCase(S=40, lens=(37, 37), new=3).fresh()
+    q, k, v, cache, spec = groups(CacheCase(S=40, lens=(37, 37), new=3).fresh())
     cache = cache._replace(key=cache.key[:, :, :3], value=cache.value[:, :, :3])
     k, v = k.nan_to_num(0.5), v.nan_to_num(0.5)
     full = torch.tensor([40, 40], dtype=torch.int32)
-    expected = reference.forward(Call.of(q, k, v, spec._replace(kv_lens=full)))
+    expected = reference.forward(call_of(q, k, v, spec._replace(kv_lens=full)))
     lens = torch.tensor([2**31 - 1, 2**31 - 2], dtype=torch.int32)
     assert_same(
-        backend.cache_forward(Call.of(q, k, v, spec._replace(kv_lens=lens), cache=cache)), expected
+        backend.cache_forward(call_of(q, k, v, spec._replace(kv_lens=lens), cache=cache)), expected
     )

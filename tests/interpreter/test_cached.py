@@ -7,11 +7,11 @@ import torch
 
 from fa_ops.backends import conversion, cpu, reference, triton
 from fa_ops.backends.triton import launch
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Spec
 from fa_ops.plans import dispatch
 from fa_ops.testing import caches as broken_caches
-from fa_ops.testing.caches import CacheCase, assert_cache_close, call
+from fa_ops.testing.budget import by_operator
+from fa_ops.testing.caches import CacheCase, assert_cache_close
+from tests.groups import Cache, Spec, call_of, groups
 
 cached = importlib.import_module("fa_ops.backends.triton.cached")
 
@@ -34,13 +34,8 @@ FEATURES = {
 }  # fmt: skip
 
 
-def cache_call(case):
-    q, k, v, cache, spec = case.fresh()
-    return Call.of(q, k, v, spec, cache=cache)
-
-
-def kernel_of(q, k, v, cache, spec):
-    return triton.plan(Call.of(q, k, v, spec, cache=cache)).kernel
+def kernel_of(call):
+    return triton.plan(call).kernel
 
 
 @pytest.fixture
@@ -63,7 +58,7 @@ PAGES += [("causal, a row of fewer keys than queries", 5)]
 def test_a_cache_is_attended_by_the_forward_kernel(name, page_size, dense):
     case = CacheCase(**MANY | FEATURES[name], page_size=page_size)
     assert_cache_close(case, "triton")
-    assert len(dense) == 1 and kernel_of(*case.fresh()).endswith("forward")
+    assert len(dense) == 1 and kernel_of(case.fresh()).endswith("forward")
 
 
 @pytest.mark.parametrize(
@@ -77,16 +72,16 @@ def test_a_cache_is_attended_by_the_forward_kernel(name, page_size, dense):
 )  # fmt: skip
 def test_e4m3_caches_are_converted(changes, dense):
     case = CacheCase(**MANY | {"fp8": True, "is_causal": True} | changes)
-    q, k, v, cache, spec = case.fresh()
-    expected = reference.cached(Call.of(q, k, v, spec, cache=cache))
+    q, k, v, cache, spec = groups(case.fresh())
+    expected = reference.cached(call_of(q, k, v, spec, cache=cache))
     # queries in float32, as the interpreter has no bfloat16; the operator takes no such call
-    for x, y in zip(cached.cache_forward(cache_call(case)), expected):
+    for x, y in zip(cached.cache_forward(case.fresh()), expected):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
     assert len(dense) == 1
 
 
 def test_large_e4m3_caches_are_not_converted(monkeypatch):
-    call = Call.of(*CacheCase(**MANY, fp8=True).fresh()[:3], Spec(), cache=Cache())
+    call = call_of(*groups(CacheCase(**MANY, fp8=True).fresh())[:3], Spec(), cache=Cache())
     assert cached.attends_whole_rows(call)
     # 90 keys of 2 rows with 2 heads of 32 numbers; the limit is 64 keys, a power of two
     monkeypatch.setattr(conversion, "MAX_BYTES", 2 * 2 * 90 * 32 * 4)
@@ -97,13 +92,12 @@ def test_large_e4m3_caches_are_not_converted(monkeypatch):
 @pytest.mark.parametrize("page_size", [32, 8])
 def test_pages_that_do_not_exist_are_not_attended(page_size, fp8):
     case = CacheCase(**MANY, page_size=page_size, is_causal=True, lens=(90, 70), fp8=fp8)
-    q, k, v, cache, spec = case.fresh()
-    cache.page_table[0, 1], cache.page_table[1, 0] = -1, 10**6
-    valid, spec2, present = broken_caches.valid_call(k, v, cache, spec)
+    call = case.fresh()
+    call.operands.page_table[0, 1], call.operands.page_table[1, 0] = -1, 10**6
+    valid, present = broken_caches.valid_call(call)
     attend = broken_caches.attend_present(present, reference.dense)
-    caches = broken_caches.with_spare_page(k, v, valid)
-    expected = reference.cached(Call.of(q, *caches, spec2, cache=valid), attend)
-    for x, y in zip(cached.cache_forward(Call.of(q, k, v, spec, cache=cache)), expected):
+    expected = reference.cached(broken_caches.with_spare_page(valid), attend)
+    for x, y in zip(cached.cache_forward(call), expected):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
 
 
@@ -129,8 +123,8 @@ def test_other_caches_use_the_decoding_kernels(changes, dense, monkeypatch):
     other = object()
     monkeypatch.setattr(cached.decode, "cache_forward", lambda *args: other)
     case = CacheCase(**MANY | changes)
-    assert cached.cache_forward(cache_call(case)) is other and not dense
-    assert kernel_of(*case.fresh()) == "split-KV decoding"
+    assert cached.cache_forward(case.fresh()) is other and not dense
+    assert kernel_of(case.fresh()) == "split-KV decoding"
 
 
 @pytest.fixture
@@ -141,12 +135,10 @@ def reader(monkeypatch):
 
 def assert_as_reference(case):
     """Results, and the caches after the call."""
-    q, k, v, cache, spec = case.fresh()
-    results = call(q, k, v, cache, spec)
-    q2, k2, v2, cache2, spec2 = case.fresh()
-    for found, wanted in zip(results, reference.cached(Call.of(q2, k2, v2, spec2, cache=cache2))):
+    call, other = case.fresh(), case.fresh()
+    for found, wanted in zip(by_operator(call), reference.cached(other)):
         torch.testing.assert_close(found, wanted.float(), atol=1e-4, rtol=1e-4)
-    for found, wanted in ((k, k2), (v, v2)):
+    for found, wanted in zip(call[1:3], other[1:3]):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 

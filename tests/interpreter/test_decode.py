@@ -8,10 +8,9 @@ import torch
 
 from fa_ops.backends import reference, triton
 from fa_ops.backends.triton import launch
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Spec
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
+from tests.groups import Cache, Spec, call_of, groups
 from tests.kernels import assert_batch_invariant
 
 decode = importlib.import_module("fa_ops.backends.triton.decode")
@@ -87,7 +86,7 @@ FEATURES = {
 
 
 def cached(q, k, v, cache, spec):
-    return Call.of(q, k, v, spec, cache=cache)
+    return call_of(q, k, v, spec, cache=cache)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -113,14 +112,14 @@ def test_more_sequences_than_a_chunk(monkeypatch):
 def test_pages_that_do_not_exist_are_not_touched(page_size):
     """Their keys count as absent: nothing is read, nothing is written."""
     case = CacheCase(page_size=page_size, S=96, lens=(60, 60), new=1, B=2)
-    for wrong in (-1, case.fresh()[1].shape[0], 2**31 - 1):
-        q, k, v, cache, spec = case.fresh()
+    for wrong in (-1, groups(case.fresh())[1].shape[0], 2**31 - 1):
+        q, k, v, cache, spec = groups(case.fresh())
         table = cache.page_table.clone()
         table[0, 0] = wrong
         table[1, 60 // page_size] = wrong
         before = k.clone()
         bad = cache._replace(page_table=table)
-        out, _ = decode.cache_forward(Call.of(q, k, v, spec, cache=bad))
+        out, _ = decode.cache_forward(call_of(q, k, v, spec, cache=bad))
         assert bool(out.isfinite().all())
         appended = ~((k == before) | (k.isnan() & before.isnan()))
         assert int(appended.any(-1).any(-1).sum()) == 1  # row 0's token alone
@@ -129,8 +128,8 @@ def test_pages_that_do_not_exist_are_not_touched(page_size):
 @pytest.mark.parametrize("new", [0, 2])
 def test_queries_are_rotated_at_positions_inside_the_cache(new):
     case = CacheCase(B=3, S=40, Sq=3, lens=(40 - new, 5, 0), new=new, rotary=8)
-    q, k, v, cache, spec = case.fresh()
-    call = Call.of(q, k, v, spec, cache=cache)
+    q, k, v, cache, spec = groups(case.fresh())
+    call = call_of(q, k, v, spec, cache=cache)
     expected = decode.prepare_cache(call)
     lens = torch.tensor([2**31 - 1, 5, -9], dtype=torch.int32)
     found = decode.prepare_cache(call.changed(kv_lens=lens))
@@ -140,13 +139,13 @@ def test_queries_are_rotated_at_positions_inside_the_cache(new):
 
 
 def test_lengths_beyond_the_cache_are_clamped():
-    q, k, v, cache, spec = CacheCase(S=40, lens=(40, 40)).fresh()
-    expected = decode.cache_forward(Call.of(q, k, v, spec, cache=cache))
+    q, k, v, cache, spec = groups(CacheCase(S=40, lens=(40, 40)).fresh())
+    expected = decode.cache_forward(call_of(q, k, v, spec, cache=cache))
     lens = torch.tensor([10**6, 41], dtype=torch.int32)
-    found = decode.cache_forward(Call.of(q, k, v, spec._replace(kv_lens=lens), cache=cache))
+    found = decode.cache_forward(call_of(q, k, v, spec._replace(kv_lens=lens), cache=cache))
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
     lens = torch.tensor([-5, -(2**31)], dtype=torch.int32)
-    out, lse = decode.cache_forward(Call.of(q, k, v, spec._replace(kv_lens=lens), cache=cache))
+    out, lse = decode.cache_forward(call_of(q, k, v, spec._replace(kv_lens=lens), cache=cache))
     assert not out.any() and bool((lse == float("-inf")).all())
 
 
@@ -157,8 +156,8 @@ def test_batch_invariance():
 def test_lengths_compile_nothing_new():
     compiled = set()
     for S in (40, 100, 300):
-        q, k, v, cache, spec = CacheCase(S=S).fresh()
-        decode.cache_forward(Call.of(q, k, v, spec, cache=cache))
+        q, k, v, cache, spec = groups(CacheCase(S=S).fresh())
+        decode.cache_forward(call_of(q, k, v, spec, cache=cache))
         compiled.add(len(decode._launches))
     assert len(compiled) == 1
 
@@ -196,44 +195,46 @@ def test_ranges_per_head_or_query_do_not_decode(monkeypatch):
 
 
 def test_padding_in_front_is_not_read():
-    q, k, v, _, _ = CacheCase(B=2, Hq=1, Hkv=1, S=4096, D=16, Dv=16, lens=(4096, 4096)).fresh()
+    q, k, v, _, _ = groups(
+        CacheCase(B=2, Hq=1, Hkv=1, S=4096, D=16, Dv=16, lens=(4096, 4096)).fresh()
+    )
     lens = torch.tensor([4096, 4096], dtype=torch.int32)
     ranges = torch.tensor([[4000, 4096], [0, 0]], dtype=torch.int32).view(2, 1, 1, 2)
     k[:, :, :4000], v[:, :, :4000] = float("nan"), float("nan")
     spec = Spec(kv_lens=lens, key_ranges=ranges)
-    out, lse = decode.cache_forward(Call.of(q, k, v, spec, cache=Cache()))
+    out, lse = decode.cache_forward(call_of(q, k, v, spec, cache=Cache()))
     seen = (x[:1].double() for x in (q, k[:, :, 4000:], v[:, :, 4000:]))
-    expected = reference.dense(Call.of(*seen, Spec()))[0]
+    expected = reference.dense(call_of(*seen, Spec()))[0]
     torch.testing.assert_close(out[:1].double(), expected, atol=1e-5, rtol=1e-5)
     assert not out[1].any() and bool((lse[1] == float("-inf")).all())
 
 
 def test_attention_reads_no_tail_of_the_cache():
-    q, k, v, _ = make_case(Sq=1, Sk=600).fresh()
+    q, k, v, _ = groups(make_case(Sq=1, Sk=600).fresh())
     lens = torch.tensor([7, 512], dtype=torch.int32)
     for b in range(2):
         k[b, :, lens[b] :] = float("nan")
         v[b, :, lens[b] :] = float("inf")
-    out, lse = forward.forward(Call.of(q, k, v, Spec(kv_lens=lens)))
+    out, lse = forward.forward(call_of(q, k, v, Spec(kv_lens=lens)))
     assert bool(out.isfinite().all() and lse.isfinite().all())
 
 
 @pytest.mark.parametrize("changes", [{}, {"new": 2, "Sq": 2, "rotary": 8}, {"page_size": 8}])
 def test_a_prepared_call_takes_other_tensors(changes):
     case = CacheCase(**changes, S=70)
-    run = decode.prepare_cached(cached(*case.fresh()))
+    run = decode.prepare_cached(cached(*groups(case.fresh())))
     for seed in range(3):
-        q, k, v, cache, spec = dataclasses.replace(case, seed=seed).fresh()
+        q, k, v, cache, spec = groups(dataclasses.replace(case, seed=seed).fresh())
         if seed == 2:  # an address of its own kind
             q = torch.cat([q.flatten()[:1], q.flatten()])[1:].view_as(q)
-        expected = reference.cache_forward(Call.of(q, k.clone(), v.clone(), spec, cache=cache))
+        expected = reference.cache_forward(call_of(q, k.clone(), v.clone(), spec, cache=cache))
         results = run(q, k, v, cached(q, k, v, cache, spec).operands)
         for found, wanted in zip(results, expected):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_prepared_call_follows_torchs_fp32_precision(monkeypatch):
-    q, k, v, cache, spec = CacheCase(S=70).fresh()
+    q, k, v, cache, spec = groups(CacheCase(S=70).fresh())
     compiled, real = [], decode.constants
 
     def spy(*args):
@@ -252,7 +253,7 @@ def test_a_prepared_call_follows_torchs_fp32_precision(monkeypatch):
 
 def test_a_prepared_call_refuses_fp8_caches_at_odd_addresses_before_it_writes(monkeypatch):
     case = CacheCase(fp8=True, dtype=torch.float16, new=1, S=40, lens=(3, 20))
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
 
     def moved(x, by):
         data = torch.zeros(x.numel() + 16, dtype=torch.uint8).view(x.dtype)
@@ -273,17 +274,17 @@ def test_a_prepared_call_refuses_fp8_caches_at_odd_addresses_before_it_writes(mo
 @pytest.mark.parametrize("page_size, token_scales", [(4, False), (4, True), (0, True)])
 def test_new_keys_are_divided_by_the_scales_of_their_pages(page_size, token_scales):
     """Exactly where the interpreter can round: powers of two times numbers that e4m3 has."""
-    q, k, v, cache, spec = CacheCase(
+    q, k, v, cache, spec = groups(CacheCase(
         fp8=True, dtype=torch.float16, page_size=page_size, page_scales=True, new=6, S=40,
         lens=(3, 20), token_scales=token_scales,
-    ).fresh()  # fmt: skip
+    ).fresh())  # fmt: skip
     whole = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
     whole = {name: 2.0 ** scale.log2().round() for name, scale in whole.items()}
     new = {name: getattr(cache, name).sign() * 1.5 for name in ("key", "value")}
     cache = cache._replace(**whole, **new)
     caches = [(k.clone(), v.clone()) for _ in range(2)]
-    decode.cache_forward(Call.of(q, *caches[0], spec, cache=cache))
-    reference.cache_forward(Call.of(q, *caches[1], spec, cache=cache))
+    decode.cache_forward(call_of(q, *caches[0], spec, cache=cache))
+    reference.cache_forward(call_of(q, *caches[1], spec, cache=cache))
     for found, wanted in zip(*caches):
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
@@ -292,29 +293,29 @@ def test_scales_of_values_far_apart_keep_their_precision():
     """fp16 weights are in units of the largest scale so far, whether it comes first or last."""
     case = CacheCase(B=1, fp8=True, dtype=torch.float16, page_size=64, page_scales=True, S=320,
                      lens=(320,))  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     for exponents in ([-20, -15, -18, -9, -20], [0, -12, -24, -30, 9]):
         scale = torch.ones_like(cache.v_scale)
         scale[cache.page_table[0].long()] = 2.0 ** torch.tensor(exponents).float().view(-1, 1, 1)
         one = cache._replace(v_scale=scale)
-        out, _ = decode.cache_forward(Call.of(q.float().half(), k, v, spec, cache=one))
-        expected, _ = reference.cached(Call.of(q, k, v, spec, cache=one))
+        out, _ = decode.cache_forward(call_of(q.float().half(), k, v, spec, cache=one))
+        expected, _ = reference.cached(call_of(q, k, v, spec, cache=one))
         assert (out.double() - expected).abs().max() < 2e-3 * expected.abs().max()
 
 
 def dense_plan(q, k, v, spec):
     """The plan of a call, and what that prepares for it."""
-    call = Call.of(q, k, v, spec)
+    call = call_of(q, k, v, spec)
     plan = triton.plan(call)
     return plan.kernel, plan.prepare(call)
 
 
 def test_a_prepared_dense_call():
-    q, k, v, _ = make_case(Sq=2, Sk=520).fresh()
+    q, k, v, _ = groups(make_case(Sq=2, Sk=520).fresh())
     spec = Spec(is_causal=True)
     kernel, run = dense_plan(q, k, v, spec)
     assert kernel == "split-KV decoding"
-    expected = reference.forward(Call.of(2 * q, k, v, spec))[0]
+    expected = reference.forward(call_of(2 * q, k, v, spec))[0]
     found, lse = run(2 * q, k, v, spec.operands, False)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert lse is None
@@ -324,7 +325,7 @@ def test_a_prepared_dense_call():
 
 @pytest.mark.parametrize("names", [("kv_lens",), ("key_ranges",), ("kv_lens", "key_ranges")])
 def test_a_prepared_dense_call_reads_lengths_and_ranges_anew(names):
-    q, k, v, _ = make_case(Sq=2, Sk=520).fresh()
+    q, k, v, _ = groups(make_case(Sq=2, Sk=520).fresh())
     run = None
     for last in (519, 30):
         lens = torch.tensor([last, 7], dtype=torch.int32)
@@ -333,7 +334,7 @@ def test_a_prepared_dense_call_reads_lengths_and_ranges_anew(names):
         kernel, first = dense_plan(q, k, v, spec)
         assert kernel == "split-KV decoding"
         run = run or first
-        expected = reference.forward(Call.of(q, k, v, spec))[0]
+        expected = reference.forward(call_of(q, k, v, spec))[0]
         found, _ = run(q, k, v, spec.operands, False)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     kernel, _ = dense_plan(q, k[:, :, :100], v[:, :, :100], spec)

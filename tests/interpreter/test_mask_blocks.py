@@ -8,9 +8,9 @@ import torch
 from fa_ops.backends import mask_blocks, reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
-from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import Spec
+from fa_ops.call.call import Saved
 from fa_ops.testing import assert_close_to_oracle, make_case
+from tests.groups import Spec, call_of
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -71,11 +71,11 @@ def test_tiles_are_skipped_or_not_masked(kind):
     if kind == "float":
         mask, other = (torch.zeros(256, 256).masked_fill(~m, -math.inf) for m in (mask, other))
     spec = Spec(mask, mask_blocks=reference.mask_blocks(other[None, None]))
-    out, lse = backend.forward(Call.of(q, k, v, spec))
-    expected = reference.forward(Call.of(q, k, v, Spec(other)))
+    out, lse = backend.forward(call_of(q, k, v, spec))
+    expected = reference.forward(call_of(q, k, v, Spec(other)))
     torch.testing.assert_close((out, lse), expected, atol=1e-5, rtol=1e-5)
-    found = backend.backward(Call.of(q, k, v, spec, saved=Saved(grad, None, out, lse)))
-    right = reference.backward(Call.of(q, k, v, Spec(other), saved=Saved(grad, None, *expected)))
+    found = backend.backward(call_of(q, k, v, spec, saved=Saved(grad, None, out, lse)))
+    right = reference.backward(call_of(q, k, v, Spec(other), saved=Saved(grad, None, *expected)))
     torch.testing.assert_close(found[:3], right[:3], atol=1e-5, rtol=1e-5)
 
 
@@ -85,12 +85,12 @@ def test_nothing_in_a_skipped_tile_reaches_a_result():
     mask = torch.ones(256, 256, dtype=torch.bool)
     mask[:, 128:] = False
     spec = Spec(mask, mask_blocks=reference.mask_blocks(mask[None, None]))
-    first = backend.forward(Call.of(q, k, v, spec))
+    first = backend.forward(call_of(q, k, v, spec))
     for number in (math.nan, math.inf, 3e38):
         bad = k.clone(), v.clone()
         for t in bad:
             t[:, :, 128:] = number
-        assert all(map(torch.equal, first, backend.forward(Call.of(q, *bad, spec))))
+        assert all(map(torch.equal, first, backend.forward(call_of(q, *bad, spec))))
 
 
 @pytest.mark.parametrize("number", [-(2**31), 2**31 - 1])
@@ -99,8 +99,8 @@ def test_lists_may_hold_anything(number):
     mask = torch.ones(140, 140, dtype=torch.bool).tril()
     blocks = torch.full_like(reference.mask_blocks(mask[None, None]), number)
     blocks[..., 1:3] = 2**31 - 1
-    out, lse = backend.forward(Call.of(q, k, v, Spec(mask, mask_blocks=blocks)))
+    out, lse = backend.forward(call_of(q, k, v, Spec(mask, mask_blocks=blocks)))
     grads = backend.backward(
-        Call.of(q, k, v, Spec(mask, mask_blocks=blocks), saved=Saved(out, None, out, lse))
+        call_of(q, k, v, Spec(mask, mask_blocks=blocks), saved=Saved(out, None, out, lse))
     )
     assert grads.query.shape == q.shape

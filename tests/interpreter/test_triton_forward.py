@@ -14,9 +14,9 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import arguments, launch
-from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import Packing, Spec
+from fa_ops.call.call import Saved
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
+from tests.groups import Packing, Spec, call_of, groups
 from tests.kernels import alternating_dtype, assert_merges, assert_merges_into
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
@@ -74,7 +74,7 @@ def test_rows_outside_every_sequence_have_no_sink():
     q = torch.randn(9, 2, 8)
     ends = torch.tensor([2, 5], dtype=torch.int32)
     out, lse = backend.varlen_forward(
-        Call.of(q, q, q, Spec(sinks=torch.ones(2)), packing=Packing(ends, ends))
+        call_of(q, q, q, Spec(sinks=torch.ones(2)), packing=Packing(ends, ends))
     )
     outside = [0, 1, 5, 6, 7, 8]
     assert not out[outside].any() and bool((lse[:, outside] == float("-inf")).all())
@@ -85,23 +85,23 @@ def test_sink_of_a_row_without_keys_is_its_lse():
     q = torch.randn(1, 2, 3, 8)
     sinks = torch.tensor([0.5, float("-inf")])
     spec = Spec(sinks=sinks, kv_lens=torch.zeros(1, dtype=torch.int32))
-    out, lse = backend.forward(Call.of(q, q, q, spec))
+    out, lse = backend.forward(call_of(q, q, q, spec))
     assert not out.any()
     assert torch.allclose(lse, sinks.view(1, 2, 1).expand(1, 2, 3))
 
 
 def test_nan_reaches_no_row_that_does_not_attend_it():
-    q, k, v, _ = make_case(Sq=40, Sk=150).fresh()
+    q, k, v, _ = groups(make_case(Sq=40, Sk=150).fresh())
     ranges = torch.tensor([[20, 70], [0, 129]], dtype=torch.int32).view(2, 1, 1, 2)
     for b, (first, last) in enumerate(ranges.view(2, 2).tolist()):
         for x in (k, v):
             x[b, :, :first] = float("nan")
             x[b, :, last:] = float("inf")
     for spec in (Spec(key_ranges=ranges), Spec(key_ranges=ranges, softcap=2.0)):
-        out, lse = backend.forward(Call.of(q, k, v, spec))
+        out, lse = backend.forward(call_of(q, k, v, spec))
         assert bool(out.isfinite().all() and lse.isfinite().all())
     v[0, 1, 30, 3] = float("nan")
-    out, _ = backend.forward(Call.of(q, k, v, Spec(key_ranges=ranges)))
+    out, _ = backend.forward(call_of(q, k, v, Spec(key_ranges=ranges)))
     assert bool(out[0, 2:, :, 3].isnan().all())
     assert bool(out[0, :2].isfinite().all() and out[1].isfinite().all())
 
@@ -110,7 +110,7 @@ def test_nan_reaches_no_row_that_does_not_attend_it():
 def test_masks_by_strides(kind):
     """A mask that is a transpose, a slice, or has fewer than four dimensions."""
     case = make_case(Sq=40, Sk=70)
-    q, k, v, _ = case.fresh()
+    q, k, v, _ = groups(case.fresh())
     full = torch.randn(2, 4, 70, 120)
     full = full > 0 if kind == "bool" else full
     for mask in (
@@ -119,15 +119,15 @@ def test_masks_by_strides(kind):
         full[0, 0, 1, :70],
     ):
         spec = Spec(attn_mask=mask)
-        out, lse = backend.forward(Call.of(q, k, v, spec))
-        expected, expected_lse = reference.forward(Call.of(q, k, v, spec))
+        out, lse = backend.forward(call_of(q, k, v, spec))
+        expected, expected_lse = reference.forward(call_of(q, k, v, spec))
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
 
 def test_layout_of_the_results():
-    q, k, v, _ = make_case(D=16, Dv=24).fresh()
-    out, lse = backend.forward(Call.of(q, k, v, Spec()))
+    q, k, v, _ = groups(make_case(D=16, Dv=24).fresh())
+    out, lse = backend.forward(call_of(q, k, v, Spec()))
     assert out.shape == (2, 4, 33, 24) and out.transpose(1, 2).is_contiguous()
     assert lse.shape == (2, 4, 33) and lse.is_contiguous() and lse.dtype == torch.float32
 
@@ -135,8 +135,8 @@ def test_layout_of_the_results():
 def test_lengths_scales_and_windows_compile_nothing_new():
     compiled = []
     for length in (1, 7, 64, 100, 129):
-        q, k, v, _ = make_case(Sq=length, Sk=length + 3).fresh()
-        backend.forward(Call.of(q, k, v, Spec(window_left=length, scale=1.0 / length)))
+        q, k, v, _ = groups(make_case(Sq=length, Sk=length + 3).fresh())
+        backend.forward(call_of(q, k, v, Spec(window_left=length, scale=1.0 / length)))
         compiled.append(len(host._launches))
     assert len(set(compiled)) == 1
 
@@ -162,12 +162,12 @@ def test_merge_into(D):
 
 def test_unsupported_calls_are_refused():
     q = torch.randn(1, 1, 4, 8)
-    assert backend.support_error(Call.of(q, q, q, Spec())) is None
+    assert backend.support_error(call_of(q, q, q, Spec())) is None
     wide = torch.randn(1, 1, 4, 520)
     assert "head dimensions up to 512, got 520" in backend.support_error(
-        Call.of(q, q, wide, Spec())
+        call_of(q, q, wide, Spec())
     )
-    assert "float64" in backend.support_error(Call.of(q.double(), q.double(), q.double(), Spec()))
+    assert "float64" in backend.support_error(call_of(q.double(), q.double(), q.double(), Spec()))
 
 
 @pytest.mark.parametrize("queries", [1, 17])
@@ -201,13 +201,13 @@ def test_rows_of_unaligned_width(D, Dv, offset):
     q, k, v = sliced(4, 20, D), sliced(2, 30, D), sliced(2, 30, Dv)
     grad_out = torch.randn(2, 4, 20, Dv).half()
     spec = Spec(is_causal=True)
-    out, lse = backend.forward(Call.of(q, k, v, spec))
-    expected, expected_lse = reference.forward(Call.of(q, k, v, spec))
+    out, lse = backend.forward(call_of(q, k, v, spec))
+    expected, expected_lse = reference.forward(call_of(q, k, v, spec))
     assert out.stride() == (20 * 4 * Dv, Dv, 4 * Dv, 1)
     torch.testing.assert_close(out.double(), expected.double(), atol=4e-3, rtol=0)
     torch.testing.assert_close(lse.double(), expected_lse.double(), atol=1e-3, rtol=0)
-    grads = backend.backward(Call.of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))
-    wanted = reference.backward(Call.of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))
+    grads = backend.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))
+    wanted = reference.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))
     for x, grad, want in zip((q, k, v), grads, wanted):
         assert grad.stride() == torch.empty_like(x).stride()
         torch.testing.assert_close(grad.double(), want.double(), atol=2e-2, rtol=0)
@@ -215,12 +215,12 @@ def test_rows_of_unaligned_width(D, Dv, offset):
 
 def test_a_row_without_keys_changes_no_rounding_of_the_rows_beside_it():
     """Blocks are attended again with natural scores for low finite fills, and for nothing else."""
-    q, k, v, spec = make_case(Sq=20, Sk=30, mask="float", alibi="heads").fresh()
+    q, k, v, spec = groups(make_case(Sq=20, Sk=30, mask="float", alibi="heads").fresh())
     ranges = torch.tensor([3, 30], dtype=torch.int32).repeat(1, 1, 20, 1)
     spec = spec._replace(alibi_slopes=20.0 * spec.alibi_slopes)  # scores of hundreds round visibly
-    expected = backend.forward(Call.of(q, k, v, spec._replace(key_ranges=ranges.clone())))
+    expected = backend.forward(call_of(q, k, v, spec._replace(key_ranges=ranges.clone())))
     ranges[:, :, 7] = 0
-    actual = backend.forward(Call.of(q, k, v, spec._replace(key_ranges=ranges)))
+    actual = backend.forward(call_of(q, k, v, spec._replace(key_ranges=ranges)))
     rows = [i for i in range(20) if i != 7]
     for x, y in zip(actual, expected):
         assert torch.equal(x[:, :, rows], y[:, :, rows])

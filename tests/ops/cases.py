@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fa_ops.call.options import Packing, keywords
 from fa_ops.testing import Case, make_case
+from tests.groups import Packing, groups, keywords
 
 EQUAL = {"B": 2, "Hq": 4, "Hkv": 2, "Sq": 5, "Sk": 7, "D": 8, "Dv": 8}
 SMALL = EQUAL | {"Dv": 4}
@@ -25,13 +25,13 @@ CASES = {
 
 def dense_call(case: Case, requires_grad: bool = False) -> tuple[tuple, dict]:
     """(args, keywords) of `fa::attention` and `fa::attention_with_lse`."""
-    q, k, v, spec = case.fresh(requires_grad=requires_grad)
+    q, k, v, spec = groups(case.fresh(requires_grad=requires_grad))
     return (q, k, v, *spec[:3]), keywords(spec)
 
 
 def packed_call(case: Case, requires_grad: bool = False) -> tuple[tuple, dict]:
     """The same problem for `fa::attention_varlen`: batch elements packed, two tokens left over."""
-    q, k, v, spec = case.fresh()
+    q, k, v, spec = groups(case.fresh())
     q, k, v = (_tokens(t).requires_grad_(requires_grad) for t in (q, k, v))
     spec = spec._replace(attn_mask=None, key_ranges=None)
     if spec.sinks is not None:

@@ -10,9 +10,9 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
-from fa_ops.call.options import Cache
 from fa_ops.ops import kv_cache
-from fa_ops.testing.caches import CacheCase, arguments
+from fa_ops.testing.caches import CacheCase
+from tests.groups import Cache, groups
 
 CASES = {
     "read": CacheCase(S=20),
@@ -33,15 +33,16 @@ def operator(case):
 
 @pytest.mark.parametrize("name", [name for name in CASES if "fp8" not in name])
 def test_opcheck(name):
-    q, k, v, cache, spec = CASES[name].fresh()
-    args, options = arguments(cache, spec)
+    call = CASES[name].fresh()
+    schema = kv_cache.APPENDING if CASES[name].new else kv_cache.READING
+    (q, k, v), (args, options) = call[:3], schema.arguments(call)
     k, v = k.nan_to_num(0.5), v.nan_to_num(0.5)  # opcheck compares what was written
     opcheck(operator(CASES[name]), (q, k, v, *args), options)
 
 
 def by_function(case: CacheCase = CASES["append"], **changes):
     """The typed function on a case, with arguments changed."""
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     call = {
         "query": q, "key_cache": k, "value_cache": v, "kv_lens": spec.kv_lens,
         "page_table": cache.page_table, "is_causal": spec.is_causal, "key": cache.key,
@@ -159,7 +160,7 @@ def test_backends_without_caches_say_so():
 
 
 def test_appending_bumps_versions_and_reading_does_not():
-    q, k, v, cache, spec = CASES["append"].fresh()
+    q, k, v, cache, spec = groups(CASES["append"].fresh())
     before = k._version, v._version
     fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens)
     assert (k._version, v._version) == before
@@ -168,7 +169,7 @@ def test_appending_bumps_versions_and_reading_does_not():
 
 
 def test_inference_tensors_have_no_version():
-    q, k, v, cache, spec = CASES["append"].fresh()
+    q, k, v, cache, spec = groups(CASES["append"].fresh())
     with torch.inference_mode():
         caches = k.clone(), v.clone()
         out = by_function(key_cache=caches[0], value_cache=caches[1])
@@ -181,7 +182,7 @@ def test_inference_tensors_have_no_version():
 
 
 def test_an_inference_tensor_beside_it_keeps_no_cache_from_its_new_version():
-    q, k, v, cache, spec = CASES["append"].fresh()
+    q, k, v, cache, spec = groups(CASES["append"].fresh())
     with torch.inference_mode():
         other = v.clone()
     before = k._version
@@ -191,7 +192,7 @@ def test_an_inference_tensor_beside_it_keeps_no_cache_from_its_new_version():
 
 @pytest.mark.parametrize("window", [[3, 0], (3, 0), [None, -1]])
 def test_a_window_may_be_a_list(window):
-    q, k, v, cache, spec = CASES["append"].fresh()
+    q, k, v, cache, spec = groups(CASES["append"].fresh())
     out = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, window=window)
     named = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, window=tuple(window))
     assert torch.equal(out, named)
@@ -199,7 +200,7 @@ def test_a_window_may_be_a_list(window):
 
 @pytest.mark.parametrize("name", ["append", "append to pages"])
 def test_compiled_append_clones_no_cache(name):
-    q, k, v, cache, spec = CASES[name].fresh()
+    q, k, v, cache, spec = groups(CASES[name].fresh())
     k, v = k.nan_to_num(0.0), v.nan_to_num(0.0)
     plain = [x.clone() for x in (k, v)]
 
@@ -227,7 +228,7 @@ def test_compiled_append_clones_no_cache(name):
 def test_views_of_a_latent_cache_that_compiled_code_takes(dynamic, page_size):
     """The view is read after the append; torch loses that where it is an input of its own."""
     case = CacheCase(S=20, new=2, Sq=2, Dv=8, is_causal=True, shared=True, page_size=page_size)
-    q, k, _, cache, spec = case.fresh()
+    q, k, _, cache, spec = groups(case.fresh())
     k, other = k.nan_to_num(0.0), k.nan_to_num(0.0)
 
     def step(q, k, lens, table, key):
@@ -266,7 +267,7 @@ def test_lengths_compile_once():
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    q, k, v, _, _ = CASES["read"].fresh()
+    q, k, v, _, _ = groups(CASES["read"].fresh())
     step = torch.compile(fa_ops.attention_with_kv_cache, fullgraph=True, backend=counter)
     for first in (1, 5, 9):
         step(q, k, v, lens(first, 3))
@@ -274,7 +275,9 @@ def test_lengths_compile_once():
 
 
 def test_autocast_follows_the_cache():
-    q, k, v, cache, spec = dataclasses.replace(CASES["append"], dtype=torch.bfloat16).fresh()
+    q, k, v, cache, spec = groups(
+        dataclasses.replace(CASES["append"], dtype=torch.bfloat16).fresh()
+    )
     with torch.autocast("cpu", torch.float16):
         out = fa_ops.attention_with_kv_cache(
             q.float(), k, v, spec.kv_lens, key=cache.key.float(), value=cache.value.float()
@@ -285,14 +288,14 @@ def test_autocast_follows_the_cache():
 @pytest.mark.parametrize("name", CASES)
 def test_flops(name):
     case = CASES[name]
-    length = int((case.fresh()[4].kv_lens + case.new).sum())
+    length = int((groups(case.fresh())[4].kv_lens + case.new).sum())
     with FlopCounterMode(display=False) as counter:
         by_function(case)
     assert counter.get_total_flops() == 2 * case.Hq * case.Sq * length * (case.D + case.Dv)
 
 
 def test_zero_sized():
-    q, k, v, cache, spec = CASES["append"].fresh()
+    q, k, v, cache, spec = groups(CASES["append"].fresh())
     out, lse = fa_ops.attention_with_kv_cache(q, k[:, :, :0], v[:, :, :0], lens(0, 0),
                                               return_lse=True)  # fmt: skip
     assert not out.any() and bool((lse == float("-inf")).all())
@@ -315,7 +318,7 @@ def test_the_schema_takes_the_caches_fields():
 
 @pytest.mark.parametrize("name", ["read", "append"])
 def test_vmap(name):
-    samples = [dataclasses.replace(CASES[name], seed=seed).fresh() for seed in range(3)]
+    samples = [groups(dataclasses.replace(CASES[name], seed=seed).fresh()) for seed in range(3)]
     loop = [[t.clone() for t in sample[:3]] for sample in samples]
     new = [sample[3][1:3] for sample in samples]
 
@@ -335,7 +338,7 @@ def test_vmap(name):
 
 
 def test_vmap_does_not_share_a_cache_that_is_written():
-    q, k, v, cache, spec = CASES["append"].fresh()
+    q, k, v, cache, spec = groups(CASES["append"].fresh())
 
     def step(q):
         new = {"key": cache.key, "value": cache.value}

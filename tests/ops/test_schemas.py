@@ -11,10 +11,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from fa_ops.call.options import Spec
 from fa_ops.ops import dense, merge, varlen
 from fa_ops.ops.library import SCHEMAS
-from fa_ops.testing.caches import CacheCase, arguments
+from fa_ops.testing.caches import CacheCase
+from tests.groups import Spec
 from tests.ops.cases import CASES, dense_call, packed_call, packed_case, saved_by
 
 
@@ -157,10 +157,11 @@ def test_merge_states(requires_grad):
 
 def calls() -> dict[str, tuple]:
     """Each operator with the positional arguments of a call."""
-    plain, (q, k, v, _, spec) = CASES["plain"], CacheCase(S=20, new=2, Sq=2).fresh()
+    plain, cached = CASES["plain"], CacheCase(S=20, new=2, Sq=2).fresh()
+    (q, k, v), t = cached[:3], cached.operands
     args, _ = dense_call(plain)
     packed, _ = packed_call(plain)
-    (key, value, lens, *_), _ = arguments(CacheCase(S=20, new=2, Sq=2).fresh()[3], spec)
+    key, value, lens = t.new_key, t.new_value, t.kv_lens
     rows = torch.zeros(1, 1, 1, dtype=torch.bool)
     states = torch.randn(3, 5, 8), torch.randn(3, 5)
     return {

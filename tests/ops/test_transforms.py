@@ -7,8 +7,8 @@ import torch
 from torch.func import grad, jacrev, jvp, vjp, vmap
 
 import fa_ops
-from fa_ops.call.options import keywords
 from fa_ops.ops import dense, merge, varlen
+from tests.groups import groups, keywords
 from tests.ops.cases import CASES, dense_call, packed_call, packed_case
 
 N = 3
@@ -29,7 +29,7 @@ def samples_of(t: torch.Tensor) -> torch.Tensor:
 
 def dense_arguments(name: str) -> dict[str, torch.Tensor]:
     """Every tensor argument of the case, and its other arguments under 'plain'."""
-    q, k, v, spec = CASES[name].fresh()
+    q, k, v, spec = groups(CASES[name].fresh())
     tensors = {"query": q, "key": k, "value": v}
     tensors |= {n: getattr(spec, n) for n in TENSORS if getattr(spec, n) is not None}
     plain = {n: x for n, x in spec._asdict().items() if n not in TENSORS}
@@ -192,7 +192,7 @@ def test_vmap_of_vmap():
 
 
 def test_vmap_over_no_samples():
-    q, k, v, _ = CASES["plain"].fresh()
+    q, k, v, _ = groups(CASES["plain"].fresh())
     lens = torch.full(q.shape[:1], 3, dtype=torch.int32)
     sinks = torch.zeros(q.shape[1])
     packed, ends = torch.randn(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
@@ -234,7 +234,7 @@ def test_grad_is_autograds(name):
     args, options = dense_call(CASES[name], requires_grad=True)
     floats = [t for t in (*args, *options.values()) if getattr(t, "requires_grad", False)]
     expected = torch.autograd.grad(dense.ATTENTION(*args, **options).sin().sum(), floats)
-    q, k, v, spec = CASES[name].fresh()
+    q, k, v, spec = groups(CASES[name].fresh())
     got = grad(
         lambda q, k, v: dense.ATTENTION(q, k, v, *spec[:3], **keywords(spec)).sin().sum(), (0, 1, 2)
     )(q, k, v)

@@ -16,9 +16,9 @@ import torch
 
 import fa_ops
 from fa_ops.call import backend_option
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Packing, Spec, rows_are_aligned
+from fa_ops.call.options import rows_are_aligned
 from fa_ops.plans import dispatch, planning
+from tests.groups import Cache, Packing, Spec, call_of
 
 ENDS = torch.zeros(1, dtype=torch.int32)
 
@@ -29,7 +29,7 @@ def qkv(**options):
 
 def chosen(q, k, v, spec=Spec(), packing=None, cache=None):  # noqa: B008  a tuple
     """The backend of a call."""
-    return dispatch.choose(planning.normalised(Call.of(q, k, v, spec, packing, cache)))
+    return dispatch.choose(planning.normalised(call_of(q, k, v, spec, packing, cache)))
 
 
 def test_auto_takes_the_cpu_backend_for_cpu_tensors():

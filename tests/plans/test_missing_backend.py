@@ -20,8 +20,8 @@ fake_tensor.init_gpu_context = lambda *_: None  # a CUDA build of torch would in
 {before}
 import fa_ops
 from fa_ops.call.call import DENSE, Call, Saved
-from fa_ops.call.options import Spec
 from fa_ops.plans import dispatch, planning
+from tests.groups import Spec, call_of
 
 def one(dtype):
     return torch.empty(1, 2, 64, 64, dtype=dtype, device="{device}")
@@ -35,7 +35,7 @@ with warnings.catch_warnings(record=True) as caught, FakeTensorMode():
                 try:
                     q = one(dtype)
                     saved = Saved(q, None, q, q.new_empty(q.shape[:3])) if backward else None
-                    call = planning.normalised(Call.of(q, q, q, spec, saved=saved))
+                    call = planning.normalised(call_of(q, q, q, spec, saved=saved))
                     chosen.append(dispatch.choose(call).__name__)
                 except NotImplementedError as error:
                     chosen.append(str(error))

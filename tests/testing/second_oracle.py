@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from fa_ops.call.options import Cache, Packing, Spec
+from tests.groups import Cache, Packing, Spec
 
 Results = tuple[Tensor, Tensor]
 

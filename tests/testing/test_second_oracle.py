@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from fa_ops.backends import reference
-from fa_ops.call.call import Call
-from fa_ops.call.options import Spec
 from fa_ops.testing import CacheCase, PackedCase, random_calls
+from tests.groups import Packing, Spec, call_of, groups
 from tests.testing import second_oracle
 
 DRAWS = int(os.environ.get("FA_OPS_ORACLE_DRAWS", "150"))
@@ -60,22 +59,22 @@ def _without_poison(case):
 
 def solve(case, second: bool) -> dict[str, torch.Tensor]:
     """Results and gradients by name, by the second oracle or by the reference."""
-    q, k, v, spec = case.fresh(requires_grad=True)
+    q, k, v, spec = groups(case.fresh(requires_grad=True))
     features = getattr(case, "features", case)
     inputs = {"q": q, "k": k, "v": v, "attn_mask": spec.attn_mask, "sinks": spec.sinks}
     if isinstance(case, PackedCase):
-        packing = case.meaning()
+        packing = Packing(*case.meaning())
         lengths = zip(packing.cu_seqlens_q.diff().tolist(), packing.cu_seqlens_k.diff().tolist())
         if second:
             dropped = [_dropped((1, features.Hq, *n), spec, b) for b, n in enumerate(lengths)]
             out, lse = second_oracle.packed(q, k, v, packing, spec, dropped)
         else:
-            out, lse = reference.varlen(Call.of(q, k, v, spec, packing))
+            out, lse = reference.varlen(call_of(q, k, v, spec, packing))
     elif second:
         dropped = _dropped((case.B, case.Hq, case.Sq, case.Sk), spec, 0)
         out, lse = second_oracle.dense(q, k, v, spec, dropped)
     else:
-        out, lse = reference.dense(Call.of(q, k, v, spec))
+        out, lse = reference.dense(call_of(q, k, v, spec))
     wanted = {name: x for name, x in inputs.items() if x is not None and x.requires_grad}
     grad_out, grad_lse = case.grad_outputs(out, lse)
     pairs = [(out, grad_out), (lse.masked_fill(lse == -math.inf, 0.0), grad_lse)]
@@ -92,16 +91,16 @@ def _dropped(shape: tuple, spec, first_batch: int):
     if not spec.dropout_p:
         return None
     *rows, Sk = shape
-    call = Call.of(torch.empty(*rows, 1), torch.empty(1, 1, Sk, 1), None, spec)
+    call = call_of(torch.empty(*rows, 1), torch.empty(1, 1, Sk, 1), None, spec)
     return reference.dropout_factor(call, first_batch)
 
 
 def solve_cached(case: CacheCase, second: bool) -> dict[str, torch.Tensor]:
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     if second:
         out, lse = second_oracle.cached(q, k, v, cache, spec)
     else:
-        out, lse = reference.cached(Call.of(q, k, v, spec, cache=cache))
+        out, lse = reference.cached(call_of(q, k, v, spec, cache=cache))
     return {"out": out, "lse": lse, "key_cache": k.double(), "value_cache": v.double()}
 
 
@@ -133,7 +132,7 @@ def test_nan_and_inf_affect_only_rows_that_attend_them(number, options):
     q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
     v[0, 1, 6, 2] = float(number)
     spec = Spec(**options)
-    call = Call.of(q, k, v, spec)
+    call = call_of(q, k, v, spec)
     for out, _ in (reference.dense(call), second_oracle.dense(q, k, v, spec)):
         out = out.isfinite().all(-1)
         attended = reference.keep_mask(call)[0, 0, :, 6]

@@ -10,7 +10,6 @@ import torch
 
 from fa_ops.backends import reference
 from fa_ops.backends.cpu import dense
-from fa_ops.call.call import Call
 from fa_ops.plans import planning
 from fa_ops.testing import (
     Case,
@@ -23,6 +22,7 @@ from fa_ops.testing import (
     random_case,
 )
 from fa_ops.testing.budget import flash
+from tests.groups import Packing, call_of, groups
 
 NAMES = {"Case": Case, "PackedCase": PackedCase, "torch": torch}
 
@@ -38,7 +38,11 @@ def test_repr_recreates_the_case(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_fresh_gives_equal_values_every_time_and_in_every_dtype(seed):
     case = random_case(seed, dtype=torch.float16)
-    first, second, wide = case.fresh(), case.fresh(), case.fresh(torch.float64)
+    first, second, wide = (
+        groups(case.fresh()),
+        groups(case.fresh()),
+        groups(case.fresh(torch.float64)),
+    )
     flat = [[*x[:3], *(t for t in x[3] if torch.is_tensor(t))] for x in (first, second, wide)]
     for a, b, c in zip(*flat):
         assert a is not b and torch.equal(a, b)
@@ -49,7 +53,7 @@ def test_fresh_gives_equal_values_every_time_and_in_every_dtype(seed):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed", "expanded"])
 def test_layouts(layout):
-    q, k, v, _ = make_case(layout=layout).fresh()
+    q, k, v, _ = groups(make_case(layout=layout).fresh())
     for x in (q, k, v):
         assert x.stride(3) == 1
         assert x.is_contiguous() == (layout == "bhsd")
@@ -62,7 +66,7 @@ def test_every_feature_has_its_input():
         mask="float", mask_shape=(1, 0, 1, 1), mask_holes=True, mask_grad=True, alibi="batch_heads",
         sinks=True, kv_lens=True, key_ranges=(0, 0, 1), dropout_p=0.5, magnitude=0.0,
     )  # fmt: skip
-    q, _, _, spec = case.fresh(requires_grad=True)
+    q, _, _, spec = groups(case.fresh(requires_grad=True))
     assert (q == 0).all()
     assert spec.attn_mask.shape == (2, 1, 33, 47) and spec.attn_mask.requires_grad
     assert (spec.attn_mask == -math.inf).all(-1).any()
@@ -70,18 +74,18 @@ def test_every_feature_has_its_input():
     assert spec.kv_lens.dtype == spec.key_ranges.dtype == torch.int32
     assert spec.key_ranges.shape == (1, 1, 33, 2)
     assert (spec.key_ranges[..., 0] <= spec.key_ranges[..., 1]).all()
-    holes = make_case(mask="bool", mask_holes=True).fresh()[3].attn_mask
+    holes = groups(make_case(mask="bool", mask_holes=True).fresh())[3].attn_mask
     assert (~holes).all(-1).any() and not (~holes).all()
 
 
 def test_packed_case():
     features = make_case(kv_lens=True, alibi="batch_heads", seed=5)
     case = PackedCase((3, 0, 4), (2, 6, 0), margin=2, features=features)
-    q, k, v, spec = case.fresh(requires_grad=True)
+    q, k, v, spec = groups(case.fresh(requires_grad=True))
     assert (len(q), len(k), len(v)) == (11, 12, 12)
     assert q.is_leaf and q.requires_grad
-    assert case.packing().cu_seqlens_q.tolist() == [2, 5, 5, 9]
-    assert case.packing().cu_seqlens_k.tolist() == [2, 4, 10, 10]
+    assert Packing(*case.packing()).cu_seqlens_q.tolist() == [2, 5, 5, 9]
+    assert Packing(*case.packing()).cu_seqlens_k.tolist() == [2, 4, 10, 10]
     assert (spec.kv_lens <= torch.tensor(case.lengths_k)).all()
     assert spec.alibi_slopes.shape == (3, 4)
 
@@ -124,8 +128,8 @@ def test_the_flash_baseline_without_rounding_equals_the_oracle(seed):
     case = random_case(seed, dtype=torch.float64)
     solutions = []
     for attend in (reference.dense, functools.partial(flash, dtype=torch.float64)):
-        q, k, v, spec = case.fresh(requires_grad=True)
-        out, lse = attend(Call.of(q, k, v, spec))
+        q, k, v, spec = groups(case.fresh(requires_grad=True))
+        out, lse = attend(call_of(q, k, v, spec))
         seeds = case.grad_outputs(out, lse)
         outputs = [out, lse.masked_fill(lse == -math.inf, 0.0)]
         grads = torch.autograd.grad(outputs, (q, k, v), seeds, materialize_grads=True)
@@ -151,8 +155,8 @@ def test_noise_raises_the_budget_of_an_exact_baseline():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_naive_equals_the_oracle_up_to_rounding(dtype):
     case = make_case(dtype=dtype, is_causal=True, softcap=2.0, dropout_p=0.2, sinks=True)
-    out, lse = naive(Call.of(*case.fresh()))
-    expected_out, expected_lse = reference.dense(Call.of(*case.fresh(torch.float64)))
+    out, lse = naive(case.fresh())
+    expected_out, expected_lse = reference.dense(case.fresh(torch.float64))
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=tolerance)
@@ -198,8 +202,8 @@ def test_slightly_wrong_results_are_named(name, monkeypatch):
 
 def test_naive_gradients_are_finite_where_a_sink_has_all_the_weight():
     case = make_case(D=8, Dv=8, Hq=4, Hkv=2, sinks="3e38", dtype=torch.float16)
-    inputs = case.fresh(requires_grad=True)
-    solution = budget._Solution("naive", case, budget._copies(*inputs, torch.float16))
+    call = case.fresh(requires_grad=True)
+    solution = budget._Solution("naive", case, budget._copies(call, torch.float16))
     solution.differentiate(case.grad_outputs(*solution.results.values()))
     assert all(x.isfinite().all() for x in solution.results.values())
 
@@ -207,11 +211,11 @@ def test_naive_gradients_are_finite_where_a_sink_has_all_the_weight():
 def test_the_flash_baseline_rounds_weights_relative_to_the_largest():
     """One key beside a sink: its weight is less than one, and not rounded."""
     case = make_case(Sk=1, D=8, Dv=8, sinks=True, dtype=torch.float64)
-    exact, _ = reference.dense(Call.of(*case.fresh()))
-    rounded, _ = flash(Call.of(*case.fresh()), dtype=torch.bfloat16)
+    exact, _ = reference.dense(case.fresh())
+    rounded, _ = flash(case.fresh(), dtype=torch.bfloat16)
     torch.testing.assert_close(rounded, exact, atol=1e-14, rtol=1e-14)
-    assert (naive(Call.of(*case.fresh(torch.bfloat16)))[0] - exact).abs().max() > 1e-4
-    without_keys, _ = flash(Call.of(*make_case(Sk=0, D=8, Dv=8).fresh()), dtype=torch.bfloat16)
+    assert (naive(case.fresh(torch.bfloat16))[0] - exact).abs().max() > 1e-4
+    without_keys, _ = flash(make_case(Sk=0, D=8, Dv=8).fresh(), dtype=torch.bfloat16)
     assert not without_keys.any()
 
 
@@ -219,12 +223,12 @@ def test_the_noise_of_few_gradients_of_values_is_that_of_rounded_weights():
     case = make_case(
         B=1, Hq=2, Hkv=1, Sq=30, Sk=4, D=8, Dv=2, dropout_p=0.5, dtype=torch.float16
     )  # fmt: skip
-    inputs = case.fresh(requires_grad=True)
-    solution = budget._Solution("oracle", case, budget._copies(*inputs, torch.float64))
+    call = case.fresh(requires_grad=True)
+    solution = budget._Solution("oracle", case, budget._copies(call, torch.float64))
     grad_out = case.grad_outputs(*solution.results.values())[0].double()
-    q, k, v, spec = case.fresh(torch.float64)
+    q, k, v, spec = groups(case.fresh(torch.float64))
     weights, _ = reference.weights(q @ k.transpose(-1, -2) * 8**-0.5, None)
-    weights = weights * reference.dropout_factor(Call.of(q, k, v, spec))
+    weights = weights * reference.dropout_factor(call_of(q, k, v, spec))
     g = torch.Generator().manual_seed(0)
     errors = torch.rand(2000, *weights.shape, generator=g, dtype=torch.float64) - 0.5
     errors = errors * weights * torch.finfo(torch.float16).eps

@@ -10,10 +10,11 @@ import torch
 import fa_ops
 from fa_ops.backends import cpu, reference
 from fa_ops.call import cache_checks, checks
-from fa_ops.call.call import Call, Plan
+from fa_ops.call.call import Plan
 from fa_ops.testing import Arena, CacheCase, PackedCase, assert_right, make_case
 from fa_ops.testing import caches as broken_caches
 from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS, rearranged
+from tests.groups import Packing, groups
 
 CASE = make_case(is_causal=True)
 
@@ -31,14 +32,14 @@ def test_placed_tensors_keep_values_and_strides(shape, dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_placed_tensors_keep_overlapping_strides(layout):
-    q = make_case(layout=layout).fresh()[0]
+    q = groups(make_case(layout=layout).fresh())[0]
     placed = Arena().placed(q)
     assert torch.equal(q, placed) and q.stride() == placed.stride()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_without_tokens(layout):
-    q, k, _, _ = make_case(layout=layout, Sq=0).fresh()
+    q, k, _, _ = groups(make_case(layout=layout, Sq=0).fresh())
     assert q.shape == (2, 4, 0, 16) and k.shape == (2, 2, 47, 16)
 
 
@@ -169,10 +170,9 @@ CACHED = [
 def is_invalid(case) -> bool:
     """Whether any of the drawn values is invalid."""
     if isinstance(case, PackedCase):
-        pairs = zip(case.packing()[:2], case.meaning()[:2])
+        pairs = zip(case.packing(), case.meaning())
         return any(not torch.equal(x, y) for x, y in pairs)
-    _, k, _, cache, spec = case.fresh()
-    return broken_caches.first_invalid_value(k, cache, spec) is not None
+    return broken_caches.first_invalid_value(case.fresh()) is not None
 
 
 BROKEN = [case for case in (*PACKED, *CACHED) if is_invalid(case)]
@@ -195,10 +195,10 @@ def test_invalid_lengths_must_be_refused_on_the_cpu(case, monkeypatch):
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
 def test_meaning_is_a_valid_packing(case):
-    packing = case.meaning()
+    packing = Packing(*case.meaning())
     for x, tokens in zip(packing[:2], (35, 37)):
         assert (x.diff() >= 0).all() and x[0] >= 0 and x[-1] <= tokens
-    fa_ops.attention_varlen(*case.fresh()[:3], *packing[:2])
+    fa_ops.attention_varlen(*groups(case.fresh())[:3], *packing[:2])
 
 
 @pytest.mark.parametrize("mask", [None, "float"])
@@ -234,12 +234,12 @@ def test_the_spare_page_has_a_scale(seed):
         S=130, new=3, page_size=16, fp8=True, page_scales=True, broken=True, seed=seed,
         dtype=torch.float16,
     )  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
-    cache, spec, present = broken_caches.valid_call(k, v, cache, spec)
-    k, v = broken_caches.with_spare_page(k, v, cache)
+    call, present = broken_caches.valid_call(case.fresh())
+    call = broken_caches.with_spare_page(call)
     attend = broken_caches.attend_present(present, reference.dense)
-    reference.cached(Call.of(q, k, v, spec, cache=cache), attend)
-    assert int(cache.page_table.max()) < len(k) == len(cache.k_scale) == len(cache.v_scale)
+    reference.cached(call, attend)
+    t, pages = call.operands, len(call.key)
+    assert int(t.page_table.max()) < pages == len(t.k_scale) == len(t.v_scale)
 
 
 @pytest.mark.parametrize("operand", ["nan key", "inf value"])
@@ -252,12 +252,11 @@ def test_poison_fits_heads_whose_values_are_wider(operand):
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_new_keys_of_a_broken_case_are_rotated(page_size):
     case = CacheCase(S=130, new=3, rotary=8, broken=True, lens=(90, 20), page_size=page_size)
-    *_, cache, spec = case.fresh()
-    spec = spec._replace(kv_lens=torch.tensor([90, 20], dtype=torch.int32))
+    changes = {"kv_lens": torch.tensor([90, 20], dtype=torch.int32)}
     if page_size:
-        cache = cache._replace(page_table=torch.randperm(18).view(2, 9).int())
-    caches = [case.fresh()[1:3] for _ in range(2)]
-    broken_caches.valid_call(*caches[0], cache, spec)
-    reference.cached(Call.of(case.fresh()[0], *caches[1], spec, cache=cache))
-    for found, expected in zip(*caches):
+        changes["page_table"] = torch.randperm(18).view(2, 9).int()
+    first, second = (case.fresh().changed(**changes) for _ in range(2))
+    broken_caches.valid_call(first)
+    reference.cached(second)
+    for found, expected in zip(first[1:3], second[1:3]):
         torch.testing.assert_close(found, expected, equal_nan=True)

@@ -14,9 +14,9 @@ from fa_ops.backends.cpu import dense
 from fa_ops.backends.cpu import scores as tiles
 from fa_ops.backends.cpu.scores import attended_ranges
 from fa_ops.bench.timing import peak_memory
-from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import Packing, Spec
+from fa_ops.call.call import Saved
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case
+from tests.groups import Packing, Spec, call_of, groups
 from tests.kernels import assert_merges_into
 
 # more than one tile of rows and of keys
@@ -131,13 +131,13 @@ PIECES = {  # which calls are aten's, in how many pieces; None: the loop's
 @pytest.mark.parametrize("name", PIECES)
 def test_which_calls_use_the_aten_kernel(name, monkeypatch):
     case, spec, expected = PIECES[name]
-    q, k, v, _ = case.fresh()
+    q, k, v, _ = groups(case.fresh())
     if spec.kv_lens is not None:
         spec = spec._replace(kv_lens=spec.kv_lens.int())
     if spec.key_ranges is not None:
         spec = spec._replace(key_ranges=spec.key_ranges.int())
     monkeypatch.setattr(dense, "MIN_PIECE_SCORES", 0)
-    pieces = dense.plan(Call.of(q, k, v, spec))
+    pieces = dense.plan(call_of(q, k, v, spec))
     assert (None if pieces is None else len(pieces)) == expected
 
 
@@ -145,10 +145,10 @@ def test_which_calls_use_the_aten_kernel(name, monkeypatch):
 def test_both_engines_agree(name, monkeypatch):
     monkeypatch.setattr(dense, "MIN_PIECE_SCORES", 0)
     case, spec, expected = PIECES[name]
-    q, k, v, _ = case.fresh()
+    q, k, v, _ = groups(case.fresh())
     small = {n: getattr(spec, n) for n in ("kv_lens", "key_ranges")}
     spec = spec._replace(**{n: None if x is None else x.int() for n, x in small.items()})
-    call = Call.of(q, k, v, spec)
+    call = call_of(q, k, v, spec)
     out, lse = cpu.forward(call)
     by_loop = dense.blockwise_forward(call, 0)
     torch.testing.assert_close((out, lse), by_loop, rtol=1e-5, atol=1e-5)
@@ -171,13 +171,13 @@ def test_windows_that_hide_a_key_or_two_on_either_side(Sq, Sk, hidden):
 @pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
 def test_rows_with_nothing_to_attend(spec):
     case = make_case(Sq=9, Sk=5)
-    q, k, v, _ = case.fresh()
+    q, k, v, _ = groups(case.fresh())
     spec = spec._replace(is_causal=True)
-    out, lse = cpu.forward(Call.of(q, k, v, spec))
+    out, lse = cpu.forward(call_of(q, k, v, spec))
     assert (out[:, :, :4] == 0).all() and (lse[:, :, :4] == -math.inf).all()
     assert torch.isfinite(lse[:, :, 4:]).all()
     grads = cpu.backward(
-        Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), torch.ones_like(lse), out, lse))
+        call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), torch.ones_like(lse), out, lse))
     )
     assert (grads.query[:, :, :4] == 0).all()
     assert all(torch.isfinite(g).all() for g in grads[:3])
@@ -186,15 +186,15 @@ def test_rows_with_nothing_to_attend(spec):
 @pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, -math.inf, 3.0])], ids=str)
 def test_no_keys(spec, sinks):
-    q, k, v, _ = make_case().fresh()
+    q, k, v, _ = groups(make_case().fresh())
     spec = spec._replace(kv_lens=torch.zeros(2, dtype=torch.int32), sinks=sinks)
-    out, lse = cpu.forward(Call.of(q, k, v, spec))
+    out, lse = cpu.forward(call_of(q, k, v, spec))
     expected = (
         torch.full_like(lse, -math.inf) if sinks is None else sinks.view(-1, 1).expand_as(lse)
     )
     assert (out == 0).all() and (lse == expected).all()
     grads = cpu.backward(
-        Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), torch.ones_like(lse), out, lse))
+        call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), torch.ones_like(lse), out, lse))
     )
     assert all((g == 0).all() for g in grads[:3])
     if sinks is not None:
@@ -203,7 +203,7 @@ def test_no_keys(spec, sinks):
 
 
 def test_lengths_and_ranges_outside_the_keys_are_clamped():
-    q, k, v, _ = make_case(dtype=torch.float64).fresh()
+    q, k, v, _ = groups(make_case(dtype=torch.float64).fresh())
     for spec in LOOPS.values():
         spec = spec._replace(
             kv_lens=torch.tensor([-5, 99], dtype=torch.int32),
@@ -212,7 +212,7 @@ def test_lengths_and_ranges_outside_the_keys_are_clamped():
             is_causal=True,
         )
         torch.testing.assert_close(
-            cpu.forward(Call.of(q, k, v, spec)), reference.forward(Call.of(q, k, v, spec))
+            cpu.forward(call_of(q, k, v, spec)), reference.forward(call_of(q, k, v, spec))
         )
 
 
@@ -237,15 +237,15 @@ POISON = {
 def test_a_bad_key_or_value_reaches_only_the_rows_that_attend_it(name, poison, where):
     spec = POISON[name]
     case = make_case(Sq=40, Sk=40)
-    q, k, v, _ = case.fresh()
+    q, k, v, _ = groups(case.fresh())
     grad_out = case.grad_outputs(q, q[..., 0])[0]
-    clean = cpu.forward(Call.of(q, k, v, spec))
-    clean_dq = cpu.backward(Call.of(q, k, v, spec, saved=Saved(grad_out, None, *clean))).query
-    scores = reference.modify_scores(torch.zeros(2, 4, 40, 40), Call.of(q, k, v, spec))
+    clean = cpu.forward(call_of(q, k, v, spec))
+    clean_dq = cpu.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, *clean))).query
+    scores = reference.modify_scores(torch.zeros(2, 4, 40, 40), call_of(q, k, v, spec))
     attended = scores[..., 20] > -math.inf
     (v if where == "value" else k)[:, :, 20] = poison
-    out, lse = cpu.forward(Call.of(q, k, v, spec))
-    dq = cpu.backward(Call.of(q, k, v, spec, saved=Saved(grad_out, None, out, lse))).query
+    out, lse = cpu.forward(call_of(q, k, v, spec))
+    dq = cpu.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse))).query
     assert attended.any() and not attended.all()
     assert not torch.isnan(out[~attended]).any() and not torch.isnan(lse[~attended]).any()
     torch.testing.assert_close(out[~attended], clean[0][~attended])
@@ -259,9 +259,9 @@ def test_a_bad_key_or_value_reaches_only_the_rows_that_attend_it(name, poison, w
 @pytest.mark.parametrize("Sk", [1, 5, 7, 9, 20])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_bad_query_reaches_its_row_however_few_keys_there_are(Sk, is_causal):
-    q, k, v, spec = make_case(Sq=5, Sk=Sk, is_causal=is_causal).fresh()
+    q, k, v, spec = groups(make_case(Sq=5, Sk=Sk, is_causal=is_causal).fresh())
     q[0, 1, 4] = math.nan
-    out, lse = cpu.forward(Call.of(q, k, v, spec))
+    out, lse = cpu.forward(call_of(q, k, v, spec))
     bad = torch.zeros(lse.shape, dtype=torch.bool)
     bad[0, 1, 4] = True
     assert torch.equal(out.isnan().all(-1), bad) and torch.equal(out.isnan().any(-1), bad)
@@ -299,29 +299,31 @@ def test_gradients_of_two_keys_are_those_of_two_calls_with_one_key():
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_a_bad_sink_reaches_its_head(softcap):
-    q, k, v, spec = make_case(sinks=True, softcap=softcap).fresh()
+    q, k, v, spec = groups(make_case(sinks=True, softcap=softcap).fresh())
     spec.sinks[2] = math.nan
-    out, lse = cpu.forward(Call.of(q, k, v, spec))
+    out, lse = cpu.forward(call_of(q, k, v, spec))
     assert torch.isnan(out[:, 2]).all() and torch.isnan(lse[:, 2]).all()
     assert torch.isfinite(out[:, [0, 1, 3]]).all()
 
 
 @pytest.mark.parametrize("where", ["mask", "slopes"])
 def test_a_bad_bias_reaches_no_row_that_masks_it(where):
-    q, k, v, spec = make_case(window=(1, 0), Sq=9, Sk=9, mask="float", alibi="heads").fresh()
-    clean = cpu.forward(Call.of(q, k, v, spec))
+    q, k, v, spec = groups(
+        make_case(window=(1, 0), Sq=9, Sk=9, mask="float", alibi="heads").fresh()
+    )
+    clean = cpu.forward(call_of(q, k, v, spec))
     mask = spec.attn_mask.clone()
     if where == "mask":
         mask[..., 2, 5] = math.nan
         bad = spec._replace(attn_mask=mask)
-        torch.testing.assert_close(cpu.forward(Call.of(q, k, v, bad)), clean)
+        torch.testing.assert_close(cpu.forward(call_of(q, k, v, bad)), clean)
     else:
         bad = spec._replace(
             alibi_slopes=torch.tensor([math.nan, 0, 0, 0]), kv_lens=torch.tensor([0, 9]).int()
         )
         torch.testing.assert_close(
-            cpu.forward(Call.of(q, k, v, bad)),
-            reference.forward(Call.of(q, k, v, bad)),
+            cpu.forward(call_of(q, k, v, bad)),
+            reference.forward(call_of(q, k, v, bad)),
             equal_nan=True,
         )
 
@@ -331,7 +333,7 @@ def test_extreme_scores(name):
     options = {"plain": {}, "causal": {"is_causal": True}, "softcap": {"softcap": 8e3}}
     case = make_case(magnitude=1e4, scale=1.0, **options.get(name, {"alibi": "heads"}))
     assert_close_to_oracle(case, "cpu", gradients=False)
-    q, k, v, spec = case.fresh(requires_grad=True)
+    q, k, v, spec = groups(case.fresh(requires_grad=True))
     out, lse = torch.ops.fa.attention_with_lse(q, k, v, is_causal=case.is_causal, scale=1.0)
     for grad in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v)):
         assert torch.isfinite(grad).all()
@@ -340,10 +342,10 @@ def test_extreme_scores(name):
 @pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_masked_by_the_lowest_finite_number_attends_all_keys(spec, dtype):
-    q, k, v, _ = make_case(dtype=dtype).fresh()
+    q, k, v, _ = groups(make_case(dtype=dtype).fresh())
     mask = torch.zeros(33, 47, dtype=dtype)
     mask[5] = torch.finfo(dtype).min
-    out, _ = cpu.forward(Call.of(q, k, v, spec._replace(attn_mask=mask)))
+    out, _ = cpu.forward(call_of(q, k, v, spec._replace(attn_mask=mask)))
     mean = v.float().mean(2).repeat_interleave(2, 1)
     torch.testing.assert_close(out[:, :, 5].float(), mean, rtol=1e-2, atol=1e-2)
 
@@ -373,7 +375,7 @@ def test_results_do_not_depend_on_tiles(monkeypatch, tile, slab):
 def test_tiles_outside_every_key_range_are_not_visited():
     """A window costs O(S), and a bool mask of blocks only its blocks."""
     case = make_case(B=1, Sq=1024, Sk=1024)
-    q, k, _, _ = case.fresh()
+    q, k, _, _ = groups(case.fresh())
     blocks = torch.block_diag(*[torch.ones(256, 256)] * 4).bool()
     for spec, expected in [
         (Spec(softcap=1.0), 64),
@@ -382,7 +384,7 @@ def test_tiles_outside_every_key_range_are_not_visited():
         (Spec(kv_lens=torch.tensor([256], dtype=torch.int32)), 16),
         (Spec(attn_mask=blocks), 16),
     ]:
-        call = Call.of(q, k, k, spec)
+        call = call_of(q, k, k, spec)
         problem = tiles.ScoreProblem(call, attended_ranges(call), 0)
         problem.rows, problem.cols = 64, 256
         (slab,) = problem.slabs()
@@ -409,11 +411,11 @@ def test_memory_is_linear_in_length(spec):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_have_the_documented_layouts(name, layout, dtype):
     case = make_case(**vars(FEATURES[name]) | {"layout": layout, "dtype": dtype})
-    q, k, v, spec = case.fresh()
-    out, lse = cpu.forward(Call.of(q, k, v, spec))
+    q, k, v, spec = groups(case.fresh())
+    out, lse = cpu.forward(call_of(q, k, v, spec))
     assert out.dtype == dtype and out.transpose(1, 2).is_contiguous()
     assert lse.dtype == torch.float32 and lse.is_contiguous()
-    grads = cpu.backward(Call.of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse)))
+    grads = cpu.backward(call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse)))
     for grad, x in zip(grads, (q, k, v)):
         assert grad.dtype == dtype and grad.stride() == torch.empty_like(x).stride()
 
@@ -421,12 +423,12 @@ def test_results_have_the_documented_layouts(name, layout, dtype):
 @pytest.mark.parametrize("name", ["full", "causal", "softcap", "bias gradient", "dropout"])
 def test_repeated_calls_are_bitwise_equal(name):
     case = FEATURES[name]
-    q, k, v, spec = case.fresh()
-    out, lse = cpu.forward(Call.of(q, k, v, spec))
-    again = cpu.forward(Call.of(q, k, v, spec))
+    q, k, v, spec = groups(case.fresh())
+    out, lse = cpu.forward(call_of(q, k, v, spec))
+    again = cpu.forward(call_of(q, k, v, spec))
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
     saved = Saved(*case.grad_outputs(out, lse), out, lse, case.mask_grad)
-    first, second = (cpu.backward(Call.of(q, k, v, spec, saved=saved)) for _ in range(2))
+    first, second = (cpu.backward(call_of(q, k, v, spec, saved=saved)) for _ in range(2))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, second))
 
 
@@ -457,14 +459,14 @@ def test_packed(name, lse_grad, dtype):
 
 @pytest.mark.parametrize("ends", [[0, 99], [5, 2, 9], [-3, 4, 50], [60, 70]], ids=str)
 def test_wrong_cu_seqlens_stay_inside_the_tensors(ends):
-    q, k, v, spec = PackedCase((20,), (20,)).fresh()
+    q, k, v, spec = groups(PackedCase((20,), (20,)).fresh())
     wrong = torch.tensor(ends, dtype=torch.int32)
     right = torch.tensor([0, *[20] * (len(ends) - 1)], dtype=torch.int32)
     for pair in [(wrong, wrong), (wrong, right), (right, wrong)]:
         packing = Packing(*pair)
-        out, lse = cpu.varlen_forward(Call.of(q, k, v, spec, packing=packing))
+        out, lse = cpu.varlen_forward(call_of(q, k, v, spec, packing=packing))
         grads = cpu.varlen_backward(
-            Call.of(q, k, v, spec, packing=packing, saved=Saved(out, None, out, lse))
+            call_of(q, k, v, spec, packing=packing, saved=Saved(out, None, out, lse))
         )
         assert all(torch.isfinite(x).all() for x in (out, *grads[:3]))
 
@@ -492,7 +494,7 @@ def test_merge_states_ignores_the_out_of_a_state_without_keys():
 
 
 def test_other_devices_and_dtypes_are_refused():
-    q = Case().fresh()[0]
+    q = groups(Case().fresh())[0]
     assert cpu.available_error() is None
     assert cpu.support_error(q) is None
     assert cpu.support_error(q.to("meta")) == "runs on CPU tensors, got meta"

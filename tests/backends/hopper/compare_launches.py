@@ -42,8 +42,10 @@ from fa_ops.backends.hopper.runtime import launch, nvrtc, structs
 from fa_ops.call.backend_option import use_backend
 from fa_ops.functions import varlen_quantized
 from fa_ops.plans import dispatch, planning
-from fa_ops.testing import Case, PackedCase, caches, quantized, random_calls
+from fa_ops.testing import Case, PackedCase, quantized, random_calls
+from fa_ops.testing.budget import by_operator
 from fa_ops.testing.caches import CacheCase
+from tests.groups import Packing, groups
 
 DTYPES = torch.bfloat16, torch.float16
 PROCESSORS = 132, 4  # of the device: with few of them tiles are handed out on demand
@@ -225,12 +227,12 @@ def forget() -> None:
 
 def dense_or_packed(case: Case | PackedCase) -> Callable[[Tensors], Iterator]:
     """Forward alone, then forward and backward, with and without LSE."""
-    packing = tuple(case.packing()[:2]) if isinstance(case, PackedCase) else ()
+    packing = tuple(Packing(*case.packing())[:2]) if isinstance(case, PackedCase) else ()
     function = fa_ops.attention_varlen if packing else fa_ops.attention
 
     def run(tensors: Tensors) -> Iterator[dict[str, Tensor]]:
         for grads in (False, True):
-            q, k, v, spec = case.fresh(requires_grad=grads)
+            q, k, v, spec = groups(case.fresh(requires_grad=grads))
             options = _public(spec._asdict(), packed=bool(packing))
             torch.manual_seed(0)  # of dropout
             named = {"query": q, "key": k, "value": v} | options
@@ -275,9 +277,9 @@ def over_cache(case: CacheCase) -> Callable[[Tensors], Iterator]:
 
     def run(tensors: Tensors) -> Iterator[dict[str, Tensor]]:
         for _ in range(2):
-            q, k, v, cache, spec = case.fresh()
-            _name(tensors, {"query": q, "key": k, "value": v} | cache._asdict() | spec._asdict())
-            out, lse = caches.call(q, k, v, cache, spec)
+            call = case.fresh()
+            _name(tensors, call._asdict() | call.operands._asdict())
+            out, lse = by_operator(call)
             yield {"out": out, "lse": lse}
 
     return run
@@ -288,13 +290,13 @@ def eight_bit(case: quantized.QuantizedCase) -> Callable[[Tensors], Iterator]:
 
     def run(tensors: Tensors) -> Iterator[dict[str, Tensor]]:
         for _ in range(2):
-            q, k, v, how, spec = case.fresh()
-            _name(tensors, {"query": q, "key": k, "value": v} | how._asdict() | spec._asdict())
+            call = case.fresh()
+            _name(tensors, call._asdict() | call.operands._asdict())
             if case.page is None:
-                out, lse = quantized.call(q, k, v, how, spec)
+                out, lse = by_operator(call)
                 yield {"out": out, "lse": lse}
             else:
-                quantized.packed_call(q, k, v, how, spec, case.page, case.case.seed)
+                quantized.packed_call(call, case.page, case.case.seed)
                 yield {}
 
     return run
@@ -305,7 +307,7 @@ def over_pages(case: CacheCase, causal: bool) -> Callable[[Tensors], Iterator]:
 
     def run(tensors: Tensors) -> Iterator[dict[str, Tensor]]:
         for with_lse in (True, False):
-            q, k, v, cache, spec = case.fresh()
+            q, k, v, cache, spec = groups(case.fresh())
             query = q.transpose(1, 2).flatten(0, 1).contiguous()
             ends = torch.arange(case.B + 1, dtype=torch.int32) * case.Sq
             named = {"query": query, "key": k, "value": v, "ends": ends, "table": cache.page_table}
@@ -324,7 +326,7 @@ def growing(case: CacheCase) -> Callable[[Tensors], Iterator]:
     """A cache with more and more keys, whose tensors are slices and then of their own."""
 
     def run(tensors: Tensors) -> Iterator[dict[str, Tensor]]:
-        q, k, v, cache, spec = case.fresh()
+        q, k, v, cache, spec = groups(case.fresh())
         for keys, copied in ((600, False), (601, True), (640, True), (700, False), (602, True)):
             parts = [t[:, :, :keys] for t in (k, v)]
             parts = [t.contiguous() for t in parts] if copied else parts

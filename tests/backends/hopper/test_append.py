@@ -15,10 +15,10 @@ from fa_ops.backends import hopper, reference
 from fa_ops.backends.hopper import decode
 from fa_ops.backends.hopper.runtime import launch
 from fa_ops.backends.hopper.runtime.launch import Params
-from fa_ops.call.call import Call
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing.caches import CacheCase, random_cache_case
 from tests.backends.hopper.cuda_as_cpp import SOURCES, WARP, needs_compiler
+from tests.groups import call_of, groups
 
 PTX = """
 #include <cstdio>
@@ -178,7 +178,7 @@ def write_as_defined(k, v, cache, spec):
     paged, new = cache.page_table is not None, cache.key.shape[2]
     size = k.shape[1] if paged else 1
     capacity = cache.page_table.shape[1] * size if paged else k.shape[2]
-    lens, call = spec.kv_lens.long(), Call.of(None, k, v, spec, cache=cache)
+    lens, call = spec.kv_lens.long(), call_of(None, k, v, spec, cache=cache)
     for b, length in enumerate(lens.tolist()):
         for n in range(new):
             at = length + n
@@ -203,7 +203,7 @@ def rotated_as_defined(q, cache, lens):
         at = torch.arange(length - q.shape[2], length)
         return at.clamp(0, len(cache.rotary_cos) - 1)
 
-    call = Call.of(q, None, None, cache=cache)
+    call = call_of(q, None, None, cache=cache)
     rows = [reference.rotate(x.double(), call, positions(n)) for x, n in zip(q, lens.tolist())]
     return torch.stack(rows).to(q.dtype)
 
@@ -212,7 +212,7 @@ def assert_written(driver, programs, file, q, k, v, cache, spec):
     """Run host code and kernel, and compare everything that they wrote."""
     driver.struct_bytes = decode._APPEND_LAYOUT.size
     k2, v2 = in_copied_memory(k, v)
-    call = Call.of(q, k, v, spec, cache=cache)
+    call = call_of(q, k, v, spec, cache=cache)
     kept = [t for t in (q, *call.operands) if t is not None]
     before = [bytes_of(t).clone() for t in kept]
     queries, ends = decode.prepare_append(call)(q, k, v, call.operands)
@@ -256,7 +256,7 @@ def test_random(driver, programs, tmp_path, seed):
         case, page_scales=case.fp8 and case.page_size > 0 and seed % 2 == 0,
         token_scales=case.fp8 and seed % 2 == 1 and not case.broken,
     )  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     offset = lambda: r.choice((0, 0, 1, 2, 4, 8))  # noqa: E731
     q, k, v = (in_own_memory(t, offset()) for t in (q, k, v))
     changes = {name: in_own_memory(getattr(cache, name), offset()) for name in ("key", "value")}
@@ -282,7 +282,7 @@ def test_lengths_at_and_beyond_the_capacity(
     case = CacheCase(B=len(LENGTHS), Hq=2, Hkv=1, Sq=3, S=S, D=32, Dv=16, dtype=torch.bfloat16,
                      new=3, lens=(0,) * len(LENGTHS), rotary=rotary, interleaved=interleaved,
                      page_size=page_size)  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     if page_size:
         table = torch.arange(cache.page_table.numel(), dtype=torch.int32).view(-1, S // page_size)
         table[3, -1], table[2, -1], table[0, 0] = len(k), -1, 2**31 - 1
@@ -296,13 +296,13 @@ def test_lengths_at_and_beyond_the_capacity(
 def test_latent_caches(driver, programs, tmp_path, page_size):
     case = CacheCase(B=3, Hq=4, Hkv=1, D=576, Dv=512, S=130, new=3, Sq=2, shared=True,
                      page_size=page_size, dtype=torch.bfloat16, lens=(0, 61, 127))  # fmt: skip
-    assert_written(driver, programs, tmp_path / "launch", *case.fresh())
+    assert_written(driver, programs, tmp_path / "launch", *groups(case.fresh()))
 
 
 @needs_compiler
 def test_views_of_one_pool(driver, programs, tmp_path):
     case = CacheCase(B=3, S=64, dtype=torch.bfloat16, new=2, page_size=16, lens=(0, 15, 40))
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     pool = torch.randn(len(k), 2, *k.shape[1:], dtype=torch.bfloat16)
     assert_written(
         driver, programs, tmp_path / "launch", q, pool[:, 0], pool[:, 1], cache, spec
@@ -313,13 +313,13 @@ def test_views_of_one_pool(driver, programs, tmp_path):
 def test_queries_alone_are_rotated(driver, programs, tmp_path):
     case = CacheCase(B=3, Hq=4, Sq=5, S=64, D=32, Dv=32, dtype=torch.bfloat16, rotary=16,
                      lens=(64, 2, 40))  # fmt: skip
-    assert_written(driver, programs, tmp_path / "launch", *case.fresh())
+    assert_written(driver, programs, tmp_path / "launch", *groups(case.fresh()))
 
 
 @needs_compiler
 def test_extreme_numbers_are_quantised_as_defined(driver, programs, tmp_path):
     case = CacheCase(B=1, S=64, D=16, Dv=16, dtype=torch.bfloat16, fp8=True, new=2, lens=(3,))
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     numbers = torch.tensor([0.0, -0.0, 1e30, -1e30, 448.0, 465.0, 2**-9, 2**-10])
     for x in (cache.key, cache.value):
         x.view(-1, 8)[:] = numbers
@@ -331,8 +331,8 @@ def test_extreme_numbers_are_quantised_as_defined(driver, programs, tmp_path):
 def decoding_call(D=64, rotary=0, **changes):
     case = CacheCase(B=2, Hq=8, Hkv=2, S=960, D=D, Dv=D, dtype=torch.bfloat16, rotary=rotary,
                      new=1, **changes)  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
-    return Call.of(q, k, v, spec, cache=cache)
+    q, k, v, cache, spec = groups(case.fresh())
+    return call_of(q, k, v, spec, cache=cache)
 
 
 @pytest.fixture

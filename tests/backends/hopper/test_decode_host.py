@@ -10,8 +10,8 @@ import torch
 
 from fa_ops.backends.hopper import decode, mla
 from fa_ops.backends.hopper.runtime import launch, nvrtc, warm
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Operands, Spec
+from fa_ops.call.options import Operands
+from tests.groups import Cache, Spec, call_of
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ PLAIN, OF_LENS = Operands(), Operands(kv_lens=LENS)
 
 
 def prepared(q, k, v, spec=Spec(), cache=Cache(), module=decode):  # noqa: B008
-    return module.prepare(Call.of(q, k, v, spec, cache=cache))
+    return module.prepare(call_of(q, k, v, spec, cache=cache))
 
 
 def test_both_kernels_find_the_addresses_of_the_call(driver):
@@ -43,7 +43,7 @@ def test_both_kernels_find_the_addresses_of_the_call(driver):
     slopes, sinks = torch.ones(4), torch.ones(4)
     ranges = torch.tensor([0, 9], dtype=torch.int32).view(1, 1, 1, 2)
     spec = Spec(kv_lens=LENS, alibi_slopes=slopes, sinks=sinks, key_ranges=ranges)
-    out, lse = decode.forward(Call.of(q, k, v, spec, cache=Cache()))
+    out, lse = decode.forward(call_of(q, k, v, spec, cache=Cache()))
     assert [one.name for one in driver.launched] == ["decode", "combine"]
     first, second = (one.params for one in driver.launched)
     assert first == second
@@ -67,7 +67,7 @@ def test_e4m3_caches_are_copied_by_bytes(driver, monkeypatch, D, row_bytes, of_p
     scale_shape = (80, 1, 2) if of_pages else (2, 2)
     k_scale, v_scale = torch.ones(scale_shape), torch.ones(scale_shape)
     spec, cache = Spec(kv_lens=LENS), Cache(table, k_scale=k_scale, v_scale=v_scale)
-    decode.forward(Call.of(q, k, v, spec, cache=cache))
+    decode.forward(call_of(q, k, v, spec, cache=cache))
     params = driver.launched[0].params
     assert struct.unpack_from("<2Q", params, 456) == (k_scale.data_ptr(), v_scale.data_ptr())
     assert struct.unpack_from("<Q2B", params, 128) == (k.data_ptr(), 0, 4)
@@ -78,9 +78,9 @@ def test_e4m3_caches_are_copied_by_bytes(driver, monkeypatch, D, row_bytes, of_p
         assert numbers == (D, 640, 2, 2, D, 640 * D, 1280 * D, row_bytes, 64, 1, 1)
     macros = [(one["IS_E4M3"], one["HAS_SCALES"], one["WHOLE_ROWS"]) for one in defines]
     assert set(macros) == {(1, 2 if of_pages else 1, 0)}
-    decode.forward(Call.of(q, k, v, spec, cache=Cache(table, v_scale=v_scale)))
+    decode.forward(call_of(q, k, v, spec, cache=Cache(table, v_scale=v_scale)))
     assert struct.unpack_from("<2Q", driver.launched[-1].params, 456) == (0, v_scale.data_ptr())
-    decode.forward(Call.of(q, k, v, spec, cache=Cache(table)))
+    decode.forward(call_of(q, k, v, spec, cache=Cache(table)))
     assert struct.unpack_from("<2Q", driver.launched[-1].params, 456) == (0, 0)
     assert {one["HAS_SCALES"] for one in defines[-2:]} == {0}
     warmed = [one.defines for one in warm.eight_bit_variants((D,), (torch.bfloat16,))]
@@ -92,7 +92,7 @@ def test_a_prepared_call_fills_the_same_struct(driver):
     run = prepared(q, k, v, Spec(kv_lens=LENS))
     out, lse = run(q, k, v, OF_LENS)
     kept = words(driver.launched[-1].params)
-    decode.forward(Call.of(q, k, v, Spec(kv_lens=LENS), cache=Cache()))
+    decode.forward(call_of(q, k, v, Spec(kv_lens=LENS), cache=Cache()))
     again = words(driver.launched[-1].params)
     assert kept[3:5] == (out.data_ptr(), lse.data_ptr())
     assert kept[:3] == again[:3] and kept[7:] == again[7:]
@@ -200,12 +200,12 @@ def test_a_struct_serves_a_later_call_and_keeps_its_tail():
 def test_a_launch_without_a_context_is_repeated(driver, monkeypatch):
     driver.answers["cuLaunchKernelEx"] = [201, 0, 0]
     q, k, v = qkv()
-    decode.forward(Call.of(q, k, v, Spec(kv_lens=LENS), cache=Cache()))
+    decode.forward(call_of(q, k, v, Spec(kv_lens=LENS), cache=Cache()))
     assert [one.name for one in driver.launched] == ["decode", "decode", "combine"]
     assert driver.called[-4:-2] == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
     driver.answers["cuLaunchKernelEx"] = [700]
     with pytest.raises(launch.DriverError, match="cuLaunchKernelEx failed"):
-        decode.forward(Call.of(q, k, v, Spec(kv_lens=LENS), cache=Cache()))
+        decode.forward(call_of(q, k, v, Spec(kv_lens=LENS), cache=Cache()))
     assert len(driver.launched) == 4
 
 
@@ -214,7 +214,7 @@ def test_the_struct_of_a_latent_cache(driver):
     q = torch.randn(2, 16, 1, 576, dtype=torch.bfloat16)
     k = torch.randn(40, 64, 1, 576, dtype=torch.bfloat16)
     table = torch.arange(40, dtype=torch.int32).view(2, 20)
-    out, lse = mla.forward(Call.of(q, k, k[..., :512], Spec(kv_lens=LENS), cache=Cache(table)))
+    out, lse = mla.forward(call_of(q, k, k[..., :512], Spec(kv_lens=LENS), cache=Cache(table)))
     assert [one.name for one in driver.launched] == ["mla", "combine"]
     params = driver.launched[0].params
     at = struct.unpack_from("<Q", params)[0], struct.unpack_from("<Q", params, 128)[0]

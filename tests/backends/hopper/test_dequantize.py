@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fa_ops.backends.hopper import forward
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Operands, Spec
+from fa_ops.call.options import Operands
 from fa_ops.testing.caches import CacheCase
 from tests.backends.hopper.cuda_as_cpp import WARP, built, needs_compiler
+from tests.groups import Cache, Spec, call_of, groups
 
 GRID = """
 #define __global__
@@ -56,8 +56,8 @@ def test_a_converted_cache(kernel, driver, page_size, scales, bshd):
     case = CacheCase(B=3, Hkv=2, S=150, D=24, Dv=16, dtype=torch.bfloat16, fp8=True, bshd=bshd,
                      lens=(150, 0, 70), page_size=page_size, page_scales=scales == "page",
                      token_scales=scales == "token")  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
-    call = Call.of(q, k, v, spec, cache=cache)
+    q, k, v, cache, spec = groups(case.fresh())
+    call = call_of(q, k, v, spec, cache=cache)
     k_out, v_out, table = forward.converter(call).run(k, v, call.operands)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
@@ -103,10 +103,10 @@ def _factors(scale, table, b, length, page_size):
 def test_pages_that_do_not_exist_stay_missing(kernel, driver):
     driver.struct_bytes = forward._DEQUANTIZE_LAYOUT.size
     case = CacheCase(B=2, S=64, dtype=torch.bfloat16, fp8=True, lens=(64, 40), page_size=16)
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     pages = torch.tensor([[1, -1, 2**31 - 1, 2], [0, len(k), 3, 1]], dtype=torch.int32)
     cache = cache._replace(page_table=pages)
-    call = Call.of(q, k, v, spec, cache=cache)
+    call = call_of(q, k, v, spec, cache=cache)
     *_, table = forward.converter(call).run(k, v, call.operands)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
@@ -125,7 +125,7 @@ def prompt(D=64, S=640, B=2, dtype=torch.bfloat16, page=0):
 def test_a_prompt_attends_the_converted_cache(driver, page):
     q, k, v, cache, spec = prompt(page=page)
     driver.struct_bytes = 704
-    run = forward.prepare_cached(Call.of(q, k, v, spec, cache=cache))
+    run = forward.prepare_cached(call_of(q, k, v, spec, cache=cache))
     out, _ = run(q, k, v, Operands(kv_lens=spec.kv_lens, page_table=cache.page_table))
     names = [one.name for one in driver.launched]
     assert names == ["dequantize", "forward"]
@@ -141,7 +141,7 @@ def test_a_prompt_attends_the_converted_cache(driver, page):
 
 def test_what_is_not_converted(monkeypatch):
     def error(q, k, v, cache, spec):
-        return forward.cache_error(Call.of(q, k, v, spec, cache=cache))
+        return forward.cache_error(call_of(q, k, v, spec, cache=cache))
 
     assert error(*prompt()) is None
     q, k, v, cache, spec = prompt(dtype=torch.float16)

@@ -8,8 +8,8 @@ import torch
 
 from fa_ops.backends import dropout
 from fa_ops.backends.hopper import masks as rows
-from fa_ops.call.options import Packing, Spec
 from tests.backends.hopper.cuda_as_cpp import built, needs_compiler
+from tests.groups import Packing, Spec
 
 pytestmark = needs_compiler
 

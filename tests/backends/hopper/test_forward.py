@@ -14,9 +14,8 @@ from fa_ops.backends.hopper.configs import forward_config, short_config
 from fa_ops.backends.hopper.forward import MAX_SPLITS, Combine, Shape, tiling_of
 from fa_ops.backends.hopper.kernel_plan import UNBOUNDED, window_sides
 from fa_ops.backends.hopper.runtime import nvrtc, structs
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Spec
 from tests.backends.hopper.cuda_as_cpp import built, needs_compiler
+from tests.groups import Cache, Spec, call_of
 
 # A forward call of the Hopper backend on the host: which kernels it has compiled.
 
@@ -56,13 +55,13 @@ def test_window_sides(is_causal, left, right, sides, is_bounded):
 def test_nothing_compiles_when_only_lengths_change(compiled, D, rows, options):
     for S in (100, 3000):
         q = torch.empty(1, 2, S, D, dtype=torch.bfloat16)
-        forward.forward(Call.of(q, q, q, Spec(**options)))
+        forward.forward(call_of(q, q, q, Spec(**options)))
         assert compiled == [rows]
 
 
 def test_wide_heads_have_a_cluster_of_two_ctas_for_each_tile(driver):
     q, k = (torch.empty(2, H, 300, 512, dtype=torch.bfloat16) for H in (6, 2))
-    forward.forward(Call.of(q, k, k, Spec(is_causal=True)))
+    forward.forward(call_of(q, k, k, Spec(is_causal=True)))
     grid, _ = driver.last("forward_wide")
     assert grid[0] == 2 * 2 * 6 * 3
 
@@ -70,7 +69,7 @@ def test_wide_heads_have_a_cluster_of_two_ctas_for_each_tile(driver):
 def test_masks_and_dropout_have_a_tile_of_their_own(compiled):
     q = torch.empty(1, 2, 100, 64, dtype=torch.bfloat16)
     forward.forward(
-        Call.of(q, q, q, Spec(attn_mask=torch.ones(100, 100, dtype=torch.bfloat16)[None, None]))
+        call_of(q, q, q, Spec(attn_mask=torch.ones(100, 100, dtype=torch.bfloat16)[None, None]))
     )
     assert compiled == [192]
 
@@ -92,7 +91,7 @@ def test_tiles_are_skipped_by_the_lists_of_a_mask(dtype, driver, compiled, monke
         (None, (0, 0, 0, 0, 0)),
         (blocks, (blocks.data_ptr(), 4 * blocks.shape[2], 0, 2, 2)),
     ):
-        forward.forward(Call.of(q, q, q, spec._replace(mask_blocks=lists)))
+        forward.forward(call_of(q, q, q, spec._replace(mask_blocks=lists)))
         _, data = driver.last("forward")
         assert struct.unpack_from("<Q2q2i", data, at) == expected
     assert compiled[-2:] == [192, 128]
@@ -267,7 +266,7 @@ def test_parts_are_written_by_one_kernel_and_read_by_the_next(driver, monkeypatc
     parts = Combine.parts
     monkeypatch.setattr(Combine, "parts", lambda self: memory.append(parts(self)) or memory[-1])
     q, k, v, cache, spec = queries_and_cache()
-    out, lse = prefill.cached_forward(Call.of(q, k, v, spec, cache=cache))
+    out, lse = prefill.cached_forward(call_of(q, k, v, spec, cache=cache))
     assert [name for name, _ in read] == ["forward", "forward_combine"]
     assert [one.attributes for one in driver.launched[-2:]] == [0, 1]
     forward, combine = compiled["forward"], compiled["forward_combine"]

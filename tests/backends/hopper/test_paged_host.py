@@ -9,11 +9,10 @@ import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import forward
 from fa_ops.backends.hopper.runtime import nvrtc
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Packing, Spec
 from fa_ops.functions import varlen
 from fa_ops.ops import eager
 from fa_ops.plans import dispatch, planning
+from tests.groups import Cache, Packing, Spec, call_of
 
 
 def described(tokens=90, page=16, Hq=8, Hkv=2, D=64, **options):
@@ -24,7 +23,7 @@ def described(tokens=90, page=16, Hq=8, Hkv=2, D=64, **options):
     lens = torch.tensor([100, 30, 160], dtype=torch.int32)
     table = torch.arange(3 * 12, dtype=torch.int32).view(3, 12)
     spec = Spec(is_causal=True, kv_lens=lens, **options)
-    return Call.of(q, k, v, spec, Packing(ends, ends), Cache(table))
+    return call_of(q, k, v, spec, Packing(ends, ends), Cache(table))
 
 
 def test_the_kernel_finds_borders_and_tables(driver, monkeypatch):
@@ -35,7 +34,7 @@ def test_the_kernel_finds_borders_and_tables(driver, monkeypatch):
     driver.struct_bytes = 720
     call = described()
     t = call.operands
-    assert t.page_table is call.cache.page_table
+    assert call.is_paged
     out, lse = forward.prepare_paged(call)(call.query, call.key, call.value, t)
     assert out.shape == call.query.shape and lse.shape == (8, 90) and out.is_contiguous()
     assert [compiled[0][n] for n in ("PACKED_QUERIES", "PACKED_HEADS", "IS_PAGED")] == [1, 4, 1]

@@ -9,9 +9,8 @@ import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import configs, decode, forward
 from fa_ops.backends.hopper.runtime import nvrtc
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Spec
 from fa_ops.plans import dispatch
+from tests.groups import Cache, Spec, call_of
 
 LENS = torch.tensor([30, 500], dtype=torch.int32)
 
@@ -44,7 +43,7 @@ def told(params: bytes, at: int) -> tuple[tuple[int, ...], ...]:
 @pytest.mark.parametrize("page", [16, 32, 64, 192])
 def test_the_kernel_finds_pages_and_their_table(driver, page):
     q, k, v, cache, spec = paged(page)
-    out, lse = forward.cached_forward(Call.of(q, k, v, spec, cache=cache))
+    out, lse = forward.cached_forward(call_of(q, k, v, spec, cache=cache))
     params = driver.launched[-1].params
     row = 4 * 64 * 2
     for at, x in ((128, k), (256, v)):
@@ -68,7 +67,7 @@ def test_copies_bring_pages_with_all_features_where_groups_of_keys_are_regular(d
     q, driver.struct_bytes = torch.cat((q, q), -1), 712
     pages = torch.randn(90, 2, 16, 4, 128, dtype=torch.bfloat16)  # keys and values of a page
     k, v = pages[:, 0], pages[:, 1]
-    forward.cached_forward(Call.of(q, k, v, spec, cache=cache))
+    forward.cached_forward(call_of(q, k, v, spec, cache=cache))
     params = driver.launched[-1].params
     row = 4 * 128 * 2
     for at, x in ((128, k), (256, v)):
@@ -77,7 +76,7 @@ def test_copies_bring_pages_with_all_features_where_groups_of_keys_are_regular(d
         assert steps == (row, 128, 8 * row, 256) and box == (64, 8, 2, 2, 1)
     assert struct.unpack_from("<5i", params, 688) == (45, 16, 90, 4, 4)
     apart = torch.randn(90, 17, 4, 128, dtype=torch.bfloat16)[:, :16]  # 17 keys from page to page
-    forward.cached_forward(Call.of(q, apart, apart, spec, cache=cache))
+    forward.cached_forward(call_of(q, apart, apart, spec, cache=cache))
     assert told(driver.launched[-1].params, 128)[3] == (64, 16, 1, 1)
 
 
@@ -88,14 +87,14 @@ def test_a_prepared_call_fills_the_same_struct(driver, page):
     spec = spec._replace(alibi_slopes=slopes, sinks=sinks)
     if not page:
         cache, (k, v) = Cache(), (torch.randn(2, 4, 640, 64, dtype=torch.bfloat16) for _ in "kv")
-    call = Call.of(q, k, v, spec, cache=cache)
+    call = call_of(q, k, v, spec, cache=cache)
     run, of_backend = forward.prepare_cached(call), hopper.plan(call).prepare(call)
     # all but the results and the counter of tiles
     found = []
     for attend in (
         lambda: run(q, k, v, call.operands),
         lambda: of_backend(q, k, v, call.operands),
-        lambda: forward.cached_forward(Call.of(q, k, v, spec, cache=cache)),
+        lambda: forward.cached_forward(call_of(q, k, v, spec, cache=cache)),
     ):
         out, lse = attend()
         params = driver.launched[-1].params
@@ -111,22 +110,22 @@ def test_one_kernel_serves_all_lengths_and_tables(driver, monkeypatch):
     )
     for Sq, row in ((256, 40), (500, 7), (1000, 3)):
         q, k, v, cache, spec = paged(Sq=Sq, row=row)
-        forward.cached_forward(Call.of(q, k, v, spec, cache=cache))
+        forward.cached_forward(call_of(q, k, v, spec, cache=cache))
     assert len(compiled) == 1
     found = [compiled[0][name] for name in ("IS_PAGED", "COPY_KEYS", "BLOCK_N", "PACKED_HEADS")]
     assert found == [1, 16, 64, 1]
     for Sq, row in ((64, 40), (17, 7), (77, 3)):  # tiles that one head does not fill
         q, k, v, cache, spec = paged(Sq=Sq, row=row)
-        forward.cached_forward(Call.of(q, k, v, spec, cache=cache))
+        forward.cached_forward(call_of(q, k, v, spec, cache=cache))
     assert len(compiled) == 2 and compiled[1]["PACKED_HEADS"] == 16
 
 
 def test_a_table_without_pages_has_no_keys(driver):
     q, k, v, cache, spec = paged(row=0)
-    out, _ = forward.cached_forward(Call.of(q, k, v, spec, cache=cache))
+    out, _ = forward.cached_forward(call_of(q, k, v, spec, cache=cache))
     (Sk,) = struct.unpack_from("<i", driver.launched[-1].params, 568 + 16)
     assert Sk == 0 and out.shape == q.shape
-    decode.forward(Call.of(q[:, :8, :1], k, v, spec, cache=cache))
+    decode.forward(call_of(q[:, :8, :1], k, v, spec, cache=cache))
     assert driver.launched[-1].name == "decode"
 
 
@@ -141,10 +140,10 @@ def test_blocks_are_whole_copies_of_whole_pages(dims, page):
 
 def test_which_kernel_a_cache_is_for():
     q, k, v, cache, spec = paged()
-    assert hopper._cache_module(Call.of(q, k, v, cache=cache)) is forward
+    assert hopper._cache_module(call_of(q, k, v, cache=cache)) is forward
     few = q[:, :16, :4]  # 4 queries of each of 4 heads
-    assert hopper._cache_module(Call.of(few, k, v, cache=cache)) is decode
-    assert forward.cache_error(Call.of(q, k, v, spec, cache=cache)) is None
+    assert hopper._cache_module(call_of(few, k, v, cache=cache)) is decode
+    assert forward.cache_error(call_of(q, k, v, spec, cache=cache)) is None
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_which_kernel_a_cache_is_for():
 )
 def test_what_it_does_not_take(change, message):
     q, k, v, cache, spec = change(*paged())
-    assert message in forward.cache_error(Call.of(q, k, v, spec, cache=cache))
+    assert message in forward.cache_error(call_of(q, k, v, spec, cache=cache))
 
 
 def test_the_choice_of_one_call_does_not_stand_for_another(monkeypatch):

@@ -8,10 +8,10 @@ import torch
 from fa_ops.backends import quantization
 from fa_ops.backends.hopper import eight_bit
 from fa_ops.backends.hopper.kernel_plan import Geometry
-from fa_ops.call.call import Call
-from fa_ops.call.options import Operands, Quantization, Spec
+from fa_ops.call.options import Operands
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
+from tests.groups import Quantization, Spec, call_of
 
 BLOCK = eight_bit.VALUE_BLOCK
 
@@ -52,7 +52,7 @@ def test_numbers_are_those_of_the_definition(D, Dv, Sq, Sk, rotate, lens, driver
     kv_lens = torch.tensor([Sk, Sk // 2 + 1], dtype=torch.int32) if lens else None
     how = Quantization(None, None, None, torch.float8_e4m3fn, True, rotate)
     tensors = Operands(kv_lens=kv_lens)
-    plan = eight_bit.Quantizer(Geometry.of(Call.of(q, k, v)), False, True, rotate)
+    plan = eight_bit.Quantizer(Geometry.of(call_of(q, k, v)), False, True, rotate)
     found, memory = plan.run(q, k, v, tensors, 0, True)
     memory[: plan._zeroed] = 0  # which the driver would set
     grid, params = driver.last("quantize")
@@ -60,7 +60,7 @@ def test_numbers_are_those_of_the_definition(D, Dv, Sq, Sk, rotate, lens, driver
     wrong = cuda_quantized.quantisation(tmp_path, "quantise", defines).run(params, grid[0], 0)
     assert wrong is None, wrong
     wanted = quantization.quantised(
-        Call.of(q, k, v, Spec(kv_lens=kv_lens), quantization=how), torch.float64
+        call_of(q, k, v, Spec(kv_lens=kv_lens), quantization=how), torch.float64
     )
     e4m3, blocks = torch.float8_e4m3fn, plan.blocks
     scale = read(found.q_scale, (B, Hq, Sq), torch.float32)

@@ -7,10 +7,10 @@ import torch
 
 import fa_ops
 from fa_ops.backends.hopper import eight_bit, kernel_plan
-from fa_ops.call.call import Call
-from fa_ops.call.options import NO_OPERANDS, Quantization, Spec
+from fa_ops.call.options import NO_OPERANDS
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
+from tests.groups import Quantization, Spec, call_of
 
 E4M3 = torch.float8_e4m3fn
 
@@ -39,7 +39,7 @@ def test_queries_are_quantised_in_the_kernel(
             return kernel(name, *args)
 
         monkeypatch.setattr(module, "kernel", noted)
-    call = Call.of(q, k, v, spec, quantization=how)
+    call = call_of(q, k, v, spec, quantization=how)
     eight_bit._plan.cache_clear()
     plan = eight_bit.plan_of(call)
     driver.struct_bytes = eight_bit._QUANTIZE_PARAMS.size

@@ -10,8 +10,8 @@ from fa_ops.backends import hopper
 from fa_ops.backends.hopper import eight_bit
 from fa_ops.backends.hopper.kernel_plan import Geometry
 from fa_ops.backends.hopper.runtime import nvrtc, warm
-from fa_ops.call.call import Call
-from fa_ops.call.options import Operands, Quantization, Spec
+from fa_ops.call.options import Operands
+from tests.groups import Quantization, Spec, call_of
 
 E4M3 = torch.float8_e4m3fn
 
@@ -28,7 +28,7 @@ def test_a_16_bit_call_is_quantised_first(driver):
     )
     lens = torch.tensor([200, 7], dtype=torch.int32)
     spec = Spec(is_causal=True, kv_lens=lens)
-    out, lse = eight_bit.quantized_forward(Call.of(q, k, v, spec, quantization=Quantization()))
+    out, lse = eight_bit.quantized_forward(call_of(q, k, v, spec, quantization=Quantization()))
     assert [one.name for one in driver.launched] == ["quantize", "quantized"]
     assert driver.called.count("cuMemsetD32Async") == 1
     words = struct.unpack_from("<15Q", driver.last("quantize")[1])
@@ -53,7 +53,7 @@ def test_prepared_calls_find_their_own_tensors(driver):
     q, k, v = (torch.randn(2, 4, 100, 64, dtype=torch.half) for _ in range(3))
     lens, sinks = torch.tensor([90, 7], dtype=torch.int32), torch.randn(4, dtype=torch.half)
     spec = Spec(kv_lens=lens, sinks=sinks)
-    run = eight_bit.prepare(Call.of(q, k, v, spec, quantization=Quantization()))
+    run = eight_bit.prepare(call_of(q, k, v, spec, quantization=Quantization()))
     other = q.clone(), k.clone(), v.clone()
     for tensors in ((q, k, v), other):
         out, lse = run(*tensors, Operands(sinks=sinks, kv_lens=lens), False)
@@ -73,7 +73,7 @@ def test_e4m3_tensors_are_read_where_they_lie(driver, scales):
     q, k, v = (torch.randn(2, n, 100, 64).to(E4M3) for n in (4, 2, 2))
     shape = {"one": (1,), "heads": (2, 2), "blocks": (2, 2, 2)}[scales]
     how = Quantization(torch.rand(()), torch.rand(shape), torch.rand(2, 2), None, False, False)
-    out, _ = eight_bit.quantized_forward(Call.of(q, k, v, Spec(), quantization=how))
+    out, _ = eight_bit.quantized_forward(call_of(q, k, v, Spec(), quantization=how))
     assert out.dtype == torch.bfloat16
     assert [one.name for one in driver.launched] == ["scaled", "quantized"]
     params = driver.last("quantized")[1]
@@ -105,12 +105,12 @@ def test_calls_find_the_kernels_that_warm_compiles(driver, monkeypatch):
     for causal in (False, True):
         q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.half) for _ in range(3))
         eight_bit.quantized_forward(
-            Call.of(q, k, v, Spec(is_causal=causal), quantization=Quantization())
+            call_of(q, k, v, Spec(is_causal=causal), quantization=Quantization())
         )
         eight = [x.to(E4M3) for x in (q, k, v)]
         for scales in (of_tensors, of_blocks):
             eight_bit.quantized_forward(
-                Call.of(*eight, Spec(is_causal=causal), quantization=scales)
+                call_of(*eight, Spec(is_causal=causal), quantization=scales)
             )
     assert warmed == used
 
@@ -121,7 +121,7 @@ def test_calls_find_the_kernels_that_warm_compiles(driver, monkeypatch):
 def test_the_mean_is_subtracted_unless_it_would_matter(driver, softcap, smooth, has_offset):
     q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(3))
     how = Quantization(smooth_key=smooth)
-    eight_bit.quantized_forward(Call.of(q, k, v, Spec(softcap=softcap), quantization=how))
+    eight_bit.quantized_forward(call_of(q, k, v, Spec(softcap=softcap), quantization=how))
     words = struct.unpack_from("<15Q", driver.last("quantize")[1])
     found = struct.unpack_from("<7Q", driver.last("quantized")[1], 384)
     assert bool(found[5]) == bool(words[10]) == bool(has_offset)
@@ -130,7 +130,7 @@ def test_the_mean_is_subtracted_unless_it_would_matter(driver, softcap, smooth, 
 def test_the_offset_is_computed_for_lse_and_sinks_only(driver):
     q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(3))
     for sinks, with_lse in ((None, True), (torch.zeros(2), False), (None, False)):
-        call = Call.of(q, k, v, Spec(sinks=sinks), quantization=Quantization())
+        call = call_of(q, k, v, Spec(sinks=sinks), quantization=Quantization())
         eight_bit.prepare(call)(q, k, v, Operands(sinks=sinks), with_lse)
         words = struct.unpack_from("<15Q", driver.last("quantize")[1])
         found = struct.unpack_from("<7Q", driver.last("quantized")[1], 384)
@@ -140,7 +140,7 @@ def test_the_offset_is_computed_for_lse_and_sinks_only(driver):
 def test_results_of_a_call_do_not_overlap(driver):
     shapes = (1, 2, 33, 80), (1, 1, 65, 80), (1, 1, 65, 40)
     tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
-    quantizer = eight_bit.Quantizer(Geometry.of(Call.of(*tensors)), True, True, False)
+    quantizer = eight_bit.Quantizer(Geometry.of(call_of(*tensors)), True, True, False)
     found, memory = quantizer.run(*tensors, Operands(), 0, True)
     sizes = 2 * 33 * 80, 65 * 80, 40 * 128, 4 * 66, 4 * 2, 4 * 40, 4 * 66, 4 * 80, 4
     spans = sorted((at, at + size) for at, size in zip(found, sizes))
@@ -164,7 +164,7 @@ def test_what_is_refused(message):
         dtype, D = given.get("dtype", torch.half), given.get("D", 64)
         q = torch.empty(1, 2, 64, D, dtype=dtype, device="cuda")
         v = torch.empty(1, 2, 64, given.get("Dv", D), dtype=dtype, device="cuda")
-        call = Call.of(q, q, v, spec, quantization=Quantization())
+        call = call_of(q, q, v, spec, quantization=Quantization())
         assert hopper.supports(call) == f"{message}; the triton backend can run it"
 
 
@@ -172,7 +172,7 @@ def test_scales_of_single_keys_are_refused():
     with FakeTensorMode():
         q = torch.empty(1, 2, 100, 64, dtype=E4M3, device="cuda")
         scale = torch.empty(1, 2, 100, device="cuda")
-        call = Call.of(
+        call = call_of(
             q,
             q,
             q,

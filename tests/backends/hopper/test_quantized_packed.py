@@ -10,10 +10,9 @@ import torch
 
 import fa_ops
 from fa_ops.backends.hopper import eight_bit, kernel_plan
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Packing, Quantization, Spec
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
+from tests.groups import Cache, Packing, Quantization, Spec, call_of
 
 E4M3 = torch.float8_e4m3fn
 LAYOUT = eight_bit._LAYOUT
@@ -50,7 +49,7 @@ def described(
         k, v = numbers(300, heads[1], D), numbers(300, heads[1], Dv)
         cache, ends_k = None, torch.tensor([3, 133, 150, 290], dtype=torch.int32)
     lens = lens and torch.tensor(lens, dtype=torch.int32)
-    return Call.of(
+    return call_of(
         q, k, v, Spec(kv_lens=lens, backend="hopper", **spec),
         Packing(ends_q, None if cache else ends_k), cache, backend="hopper",
         quantization=Quantization(*scales, None, False, False),
@@ -59,7 +58,7 @@ def described(
 
 def expected(call):
     """What the oracle makes of the same call."""
-    t, spec = call.operands, call.spec
+    t, spec = call.operands, call.options
     window = (
         None if spec.window_left < 0 > spec.window_right else (spec.window_left, spec.window_right)
     )
@@ -202,7 +201,7 @@ def beside_a_dominant_key(D=32, Dv=16, Sq=20, Sk=385):
     k[-1], v[-1] = 0.0, 0.0
     k[-1, 0, 0] = 88.0
     ends_q, ends_k = (torch.tensor([0, n], dtype=torch.int32) for n in (Sq, Sk))
-    return Call.of(
+    return call_of(
         q.to(E4M3), k.to(E4M3), v.to(E4M3), Spec(backend="hopper"),
         Packing(ends_q, ends_k), backend="hopper",
         quantization=Quantization(*[torch.ones(1, 1)] * 3, None, False, False),

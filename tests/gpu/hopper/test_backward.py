@@ -8,11 +8,11 @@ import torch
 
 from fa_ops.backends import reference
 from fa_ops.backends.hopper import backward
-from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import Packing, Spec
+from fa_ops.call.call import Saved
 from fa_ops.testing import Arena, Case, PackedCase, assert_right, random_case
 from tests.gpu import hopper_calls
 from tests.gpu.cases import check, few_processors, lengthened, pairs_of_ctas
+from tests.groups import Packing, Spec, call_of, groups
 
 # Gradients on Hopper: NaN and Inf affect only tokens that attend them; extreme options.
 
@@ -101,14 +101,14 @@ def assert_isolated(grads, clean, queries, keys):
 def gradients_by(q, k, v, grad_out, spec, grad_lse=None, poison=None, kept=None):
     """Gradients, given an out and an lse that contain NaN in affected rows only."""
     clean = [x.nan_to_num(0, 0, 0).double() for x in (q, k, v)]
-    out, lse = reference.forward(Call.of(*clean, spec))
+    out, lse = reference.forward(call_of(*clean, spec))
     if poison in ("key", "value", "query"):
         out[kept] = math.nan
     if poison in ("key", "query"):
         lse[kept] = math.nan
     out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     return hopper_calls.backward(
-        Call.of(q, k, v, spec, saved=Saved(grad_out, grad_lse, out, lse.float().contiguous()))
+        call_of(q, k, v, spec, saved=Saved(grad_out, grad_lse, out, lse.float().contiguous()))
     )
 
 
@@ -195,13 +195,13 @@ def test_sequences(D, deterministic, operand, feature):
     spec = Spec(is_causal=feature != "full", deterministic=deterministic, alibi_slopes=slopes)
     packing = Packing(ends, ends)
     q, k, v, _ = (x.double() for x in tensors)
-    out, lse = reference.varlen_forward(Call.of(q, k, v, spec, packing=packing))
+    out, lse = reference.varlen_forward(call_of(q, k, v, spec, packing=packing))
     out, lse = out.bfloat16().contiguous(), lse.float().contiguous()
 
     def solve():
         q, k, v, grad_out = tensors
         return hopper_calls.varlen_backward(
-            Call.of(q, k, v, spec, packing=packing, saved=Saved(grad_out, None, out, lse))
+            call_of(q, k, v, spec, packing=packing, saved=Saved(grad_out, None, out, lse))
         )
 
     clean = solve()
@@ -224,7 +224,7 @@ def test_nan_in_all_rows_is_not_much_slower():
         for _ in range(2):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            grads = hopper_calls.backward(Call.of(q, q, q, spec, saved=Saved(out, None, out, lse)))
+            grads = hopper_calls.backward(call_of(q, q, q, spec, saved=Saved(out, None, out, lse)))
             end.record()
             torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
@@ -259,7 +259,7 @@ def test_softcaps(D, Dv, deterministic, softcap):
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     # the oracle cannot differentiate softcaps of 1e-40 or 1e300 in float64
     exact = spec._replace(softcap=min(max(softcap, 1e-12), 1e12))
-    out, _ = reference.forward(Call.of(*leaves, exact))
+    out, _ = reference.forward(call_of(*leaves, exact))
     expected = torch.autograd.grad(out, leaves, grad_out.double())
     for x, y in zip(grads, expected):
         assert (x.double() - y).abs().max() <= 0.02 * y.abs().max() + 1e-6
@@ -471,11 +471,11 @@ def test_bits_repeat(D):
         B=5, Hq=8, Hkv=8, Sq=600, Sk=600, D=D, Dv=D, dtype=torch.bfloat16, device="cuda",
         is_causal=True, deterministic=True,
     )  # fmt: skip
-    q, k, v, spec = case.fresh()
-    out, lse = hopper_calls.forward(Call.of(q, k, v, spec))
+    q, k, v, spec = groups(case.fresh())
+    out, lse = hopper_calls.forward(call_of(q, k, v, spec))
     grad = torch.randn_like(out)
     first, *more = (
-        hopper_calls.backward(Call.of(q, k, v, spec, saved=Saved(grad, None, out, lse)))[:3]
+        hopper_calls.backward(call_of(q, k, v, spec, saved=Saved(grad, None, out, lse)))[:3]
         for _ in range(5)
     )
     for again in more:

@@ -9,13 +9,12 @@ import torch
 import fa_ops
 from fa_ops.backends import hopper, reference, triton
 from fa_ops.backends.hopper import decode, forward
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Spec
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing.allocators import Arena
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen, few_processors
+from tests.groups import Cache, Spec, call_of, groups
 from tests.kernels import relative_error
 
 # The Hopper kernel that appends to caches on a GPU: against the oracle, and bit by bit against the
@@ -27,8 +26,8 @@ ROTATIONS = ({}, {"rotary": 16}, {"rotary": 16, "interleaved": True}, {"rotary":
 
 def check_appended(case: CacheCase) -> None:
     """Compare with the oracle; nothing outside the tensors may be written."""
-    q, k, v, cache, spec = case.fresh()
-    call = planning.normalised(Call.of(q, k, v, spec, cache=cache))
+    q, k, v, cache, spec = groups(case.fresh())
+    call = planning.normalised(call_of(q, k, v, spec, cache=cache))
     if reason := dispatch.refusal("hopper", call):
         pytest.skip(reason)
     assert_cache_close(case, "hopper", Arena())
@@ -122,7 +121,7 @@ def test_writes_what_the_triton_kernel_writes(seed):
         seed, B=len(LENGTHS), S=512, lens=(0,) * len(LENGTHS), fp8=seed % 3 == 0, shared=False,
         ranges=False, **({"rotary": 0} | ROTATIONS[seed // 2 % 4]),
     )  # fmt: skip
-    q, k, v, cache, spec = with_scales(case, seed).fresh()
+    q, k, v, cache, spec = groups(with_scales(case, seed).fresh())
     k, v = (t.float().nan_to_num(0.5).to(t.dtype) for t in (k, v))
     lens = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
     if cache.page_table is not None:
@@ -147,7 +146,7 @@ def test_writes_what_the_triton_kernel_writes(seed):
     found = []
     for prepare in (decode.prepare_append, triton.prepare_append):
         k2, v2 = (moved(t, t.storage_offset()) for t in (k, v))
-        call = Call.of(q, k2, v2, spec, cache=cache)
+        call = call_of(q, k2, v2, spec, cache=cache)
         queries, ends = prepare(call)(q, k2, v2, call.operands)
         memory = (t.view(torch.uint8) if case.fp8 else t for t in (k2, v2))
         found.append((queries, ends, *memory))
@@ -164,7 +163,7 @@ def step_case(page_size: int, **changes) -> CacheCase:
 
 
 def with_all_pages(case: CacheCase):
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     if case.page_size:
         pages = torch.randperm(cache.page_table.numel(), device="cuda").int()
         cache = cache._replace(page_table=pages.view_as(cache.page_table))
@@ -190,7 +189,7 @@ def test_one_cuda_graph_serves_every_length(page_size, rotary):
         spec.kv_lens.copy_(torch.tensor(lengths))
         for _ in range(min(3, 2048 - max(lengths))):
             q.normal_(), cache.key.normal_(), cache.value.normal_()
-            expected = reference.cache_forward(Call.of(q, k.clone(), v.clone(), spec, cache=cache))[
+            expected = reference.cache_forward(call_of(q, k.clone(), v.clone(), spec, cache=cache))[
                 0
             ]
             graph.replay()
@@ -256,7 +255,7 @@ def test_public_functions_select_the_kernel():
     assert split.backend == "triton" and "without num_splits" in split.reasons["hopper"]
     none = fa_ops.explain(q[:, :, :0], k, v, **new)
     assert none.backend == "triton" and "that queries attend" in none.reasons["hopper"]
-    assert dispatch.choose(planning.normalised(Call.of(*given, spec, cache=cache))) is hopper
+    assert dispatch.choose(planning.normalised(call_of(*given, spec, cache=cache))) is hopper
 
 
 @pytest.mark.parametrize("prepare", [decode.prepare_append, triton.prepare_append])
@@ -264,12 +263,12 @@ def test_new_numbers_that_are_not_finite(prepare):
     """In an e4m3 cache NaN stays NaN, and what is too large becomes the largest number."""
     case = CacheCase(fp8=True, dtype=torch.bfloat16, page_size=64, new=2, S=512, lens=(3, 300),
                      D=64, Dv=64, device="cuda")  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     cache.key[:, :, 0, :3] = torch.tensor([float("nan"), float("inf"), -1e30], device="cuda")
     found, wanted = ((k.clone(), v.clone()) for _ in range(2))
-    call = Call.of(q, *found, spec, cache=cache)
+    call = call_of(q, *found, spec, cache=cache)
     prepare(call)(q, *found, call.operands)
-    reference.cache_forward(Call.of(q, *wanted, spec, cache=cache))
+    reference.cache_forward(call_of(q, *wanted, spec, cache=cache))
     for x, y in zip(found, wanted, strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
@@ -281,9 +280,9 @@ READS = {"rotary": 0, "fp8": False, "new": 0, "num_splits": 0, "batch_invariant"
 
 
 def check(case):
-    inputs = case.fresh()
+    inputs = groups(case.fresh())
     q, k, v, cache, spec = inputs
-    call = Call.of(q, k, v, spec, cache=cache)
+    call = call_of(q, k, v, spec, cache=cache)
     assert hopper.cache_error(call) is None and hopper._cache_module(call) is forward
     assert_cache_close(case, "hopper")
 
@@ -328,14 +327,14 @@ def test_head_dims(dtype, dims, page_size):
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_keys_in_missing_pages_are_masked_out(D, page_size, is_causal):
-    q, k, v, cache, spec = CacheCase(
+    q, k, v, cache, spec = groups(CacheCase(
         B=2, Hq=64, Hkv=2, Sq=64, S=600, D=D, Dv=D, dtype=torch.bfloat16, device="cuda",
         lens=(600, 500), page_size=page_size, is_causal=is_causal,
-    ).fresh()  # fmt: skip
+    ).fresh())  # fmt: skip
     table = cache.page_table.clone()
     table[0, 1], table[0, 3], table[1, 2:5] = -1, 10**6, -(10**6)
     out, lse = hopper_calls.cache_forward(
-        Call.of(q, k, v, spec, cache=cache._replace(page_table=table))
+        call_of(q, k, v, spec, cache=cache._replace(page_table=table))
     )
     keys = torch.arange(table.shape[1] * page_size, device="cuda")
     exists = (table >= 0) & (table < len(k))
@@ -346,7 +345,7 @@ def test_keys_in_missing_pages_are_masked_out(D, page_size, is_causal):
     if is_causal:
         position = spec.kv_lens.view(-1, 1, 1, 1) + torch.arange(64, device="cuda").view(-1, 1) - 64
         mask = mask & (keys <= position)
-    expected = reference.dense(Call.of(q.double(), k, v, Spec(attn_mask=mask)))
+    expected = reference.dense(call_of(q.double(), k, v, Spec(attn_mask=mask)))
     assert relative_error(out, expected[0]) < 1e-2
     torch.testing.assert_close(lse.double(), expected[1].double(), atol=2e-3, rtol=1e-4)
 
@@ -354,18 +353,18 @@ def test_keys_in_missing_pages_are_masked_out(D, page_size, is_causal):
 def test_one_cuda_graph_serves_prompts_of_every_length():
     case = CacheCase(B=4, Hq=32, S=2000, Sq=100, D=128, Dv=128, dtype=torch.bfloat16,
                      device="cuda", lens=(2000, 0, 500, 3), page_size=16)  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
     cache = cache._replace(page_table=pages.view_as(cache.page_table))
     k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
-    hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
+    hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
+        captured = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
     for step in range(4):
         q.normal_()
         spec.kv_lens.random_(0, 2000)
-        expected = reference.cache_forward(Call.of(q, k, v, spec, cache=cache))[0]
+        expected = reference.cache_forward(call_of(q, k, v, spec, cache=cache))[0]
         graph.replay()
         assert relative_error(captured[0], expected) < 1e-2, step
 
@@ -390,14 +389,14 @@ def test_new_keys_are_written_before(changes, monkeypatch):
 def test_public_functions_select_the_kernel_of_prompts(page_size):
     case = CacheCase(B=2, Hq=64, Hkv=8, Sq=256, S=1024, D=128, Dv=128, dtype=torch.bfloat16,
                      device="cuda", is_causal=True, page_size=page_size)  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     assert chosen(q, k, v, spec, cache) is hopper
     one = slice(0, 1)
     one_cache = cache._replace(page_table=cache.page_table[one]) if page_size else Cache()
     one_kv = (k, v) if page_size else (k[one], v[one])
     one_spec = spec._replace(kv_lens=spec.kv_lens[one])
     assert chosen(q[one, :8, :17], *one_kv, one_spec, one_cache) is hopper
-    expected = reference.cache_forward(Call.of(q, k, v, spec, cache=cache))
+    expected = reference.cache_forward(call_of(q, k, v, spec, cache=cache))
     for _ in range(3):
         out, lse = fa_ops.attention_with_kv_cache(
             q, k, v, spec.kv_lens, cache.page_table, True, return_lse=True

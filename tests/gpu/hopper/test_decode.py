@@ -7,23 +7,17 @@ import torch
 
 import fa_ops
 from fa_ops.backends import hopper, reference
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Spec
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen
+from tests.groups import Cache, Spec, call_of, groups
 from tests.kernels import relative_error
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def cache_call(case):
-    q, k, v, cache, spec = case.fresh()
-    return Call.of(q, k, v, spec, cache=cache)
-
-
 def check(case):
-    reason = hopper.cache_error(cache_call(case))
+    reason = hopper.cache_error(case.fresh())
     if reason:
         pytest.skip(reason)
     assert_cache_close(case, "hopper")
@@ -67,7 +61,7 @@ def test_head_dims_of_e4m3(dtype, dims, page_size, scales):
         D=dims[0], Dv=dims[1], S=1700, dtype=dtype, device="cuda", Sq=2, is_causal=True, fp8=True,
         page_size=page_size, page_scales=scales == "page", token_scales=scales == "token",
     )  # fmt: skip
-    assert hopper.cache_error(cache_call(case)) is None
+    assert hopper.cache_error(case.fresh()) is None
     assert_cache_close(case, "hopper")
 
 
@@ -101,7 +95,7 @@ def test_scales_that_differ_by_powers(page_size, token_scales):
         B=3, Hq=8, S=3000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", fp8=True,
         page_scales=True, page_size=page_size, lens=(3000, 70, 1500), token_scales=token_scales,
     )  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     size = cache.v_scale.shape
     draw = torch.Generator("cuda").manual_seed(1)
     powers = torch.randint(-30, 31, size, generator=draw, device="cuda")
@@ -111,8 +105,8 @@ def test_scales_that_differ_by_powers(page_size, token_scales):
     each[1::7] = 0
     for v_scale in (scale, scale * 2.0**-60, torch.zeros_like(scale)):
         own = cache._replace(v_scale=v_scale)
-        out, lse = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=own))
-        expected, expected_lse = reference.cached(Call.of(q, k, v, spec, cache=own))
+        out, lse = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=own))
+        expected, expected_lse = reference.cached(call_of(q, k, v, spec, cache=own))
         unit = expected.abs().amax((-1, -2), keepdim=True).clamp(min=1e-25)
         assert ((out.double() - expected).abs() / unit).max() < 2e-2
         torch.testing.assert_close(lse.double(), expected_lse, atol=2e-4, rtol=1e-5)
@@ -125,10 +119,10 @@ def test_one_scale_alone(scales, page_size):
         Hq=8, S=900, D=64, Dv=64, dtype=torch.float16, device="cuda", fp8=True,
         page_scales=page_size > 0, page_size=page_size,
     )  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     cache = cache._replace(**{"v_scale" if scales == "key" else "k_scale": None})
-    out, _ = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
-    expected, _ = reference.cached(Call.of(q, k, v, spec, cache=cache))
+    out, _ = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
+    expected, _ = reference.cached(call_of(q, k, v, spec, cache=cache))
     assert relative_error(out, expected) < 1e-2
 
 
@@ -192,19 +186,19 @@ def test_batches(B, Hkv, window):
 def test_one_cuda_graph_serves_every_length():
     case = CacheCase(B=4, Hq=8, S=9000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
                      lens=(8999, 0, 500, 3), page_size=16)  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
     cache = cache._replace(page_table=pages.view_as(cache.page_table))
     k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
-    hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
+    hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
-        repeated = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
+        captured = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
+        repeated = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
     for step in range(8):
         q.normal_()
         spec.kv_lens.random_(0, 9000)
-        expected = reference.cache_forward(Call.of(q, k, v, spec, cache=cache))[0]
+        expected = reference.cache_forward(call_of(q, k, v, spec, cache=cache))[0]
         graph.replay()
         assert relative_error(captured[0], expected) < 1e-2, step
         assert torch.equal(captured[0], repeated[0])
@@ -228,17 +222,19 @@ def test_dense_calls(B, S):
     """The host knows the lengths, and thus whether results of parts must be merged."""
     q = torch.randn(B, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(B, 2, S, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    out, lse = hopper_calls.forward(Call.of(q, k, v, Spec()))
-    expected = reference.dense(Call.of(q.double(), k.double(), v.double(), Spec()))
+    out, lse = hopper_calls.forward(call_of(q, k, v, Spec()))
+    expected = reference.dense(call_of(q.double(), k.double(), v.double(), Spec()))
     assert relative_error(out, expected[0]) < 1e-2
     torch.testing.assert_close(lse.double(), expected[1].double(), atol=2e-4, rtol=1e-5)
 
 
 def test_lengths_written_by_the_preceding_kernel():
     """Programmatic dependent launch: a kernel must not read lengths before they are written."""
-    q, k, v, _, spec = CacheCase(
-        B=2, Hq=8, S=9000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", lens=(9000, 9000)
-    ).fresh()
+    q, k, v, _, spec = groups(
+        CacheCase(
+            B=2, Hq=8, S=9000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", lens=(9000, 9000)
+        ).fresh()
+    )
     lengths = torch.randint(1, 9000, (100, 2), device="cuda", dtype=torch.int32)
     lengths[::3] //= 50
     expected = []
@@ -246,29 +242,29 @@ def test_lengths_written_by_the_preceding_kernel():
         torch.cuda.synchronize()
         expected.append(
             hopper_calls.cache_forward(
-                Call.of(q, k, v, spec._replace(kv_lens=n.clone()), cache=Cache())
+                call_of(q, k, v, spec._replace(kv_lens=n.clone()), cache=Cache())
             )
         )
     torch.cuda.synchronize()
     results = []
     for n in lengths:
         spec.kv_lens.copy_(n)
-        results.append(hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=Cache())))
+        results.append(hopper_calls.cache_forward(call_of(q, k, v, spec, cache=Cache())))
     for result, one in zip(results, expected):
         assert all(torch.equal(a, b) for a, b in zip(result, one))
 
 
 def test_concurrent_streams_give_equal_results():
-    q, k, v, _, spec = CacheCase(
+    q, k, v, _, spec = groups(CacheCase(
         B=5, Hq=8, S=9000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         lens=(9000, 1, 0, 5000, 4097),
-    ).fresh()  # fmt: skip
-    expected = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=Cache()))
+    ).fresh())  # fmt: skip
+    expected = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=Cache()))
     streams, results = [torch.cuda.Stream() for _ in range(2)], []
     torch.cuda.synchronize()
     for step in range(200):
         with torch.cuda.stream(streams[step % 2]):
-            results.append(hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=Cache())))
+            results.append(hopper_calls.cache_forward(call_of(q, k, v, spec, cache=Cache())))
     torch.cuda.synchronize()
     for result in results:
         assert all(torch.equal(a, b) for a, b in zip(expected, result))
@@ -276,17 +272,19 @@ def test_concurrent_streams_give_equal_results():
 
 @pytest.mark.parametrize("group", [1, 4, 8, 12])
 def test_earlier_contents_of_shared_memory_have_no_effect(group):
-    q, k, v, _, spec = CacheCase(
-        B=3, Hq=2 * group, Hkv=2, S=5000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda"
-    ).fresh()
+    q, k, v, _, spec = groups(
+        CacheCase(
+            B=3, Hq=2 * group, Hkv=2, S=5000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda"
+        ).fresh()
+    )
     filler = torch.empty(8, 16, 1024, 256, device="cuda", dtype=torch.bfloat16)
     results = []
     for value in (0.0, 100.0, -1e4, float("nan")):
         filler.fill_(value)
         hopper_calls.forward(
-            Call.of(filler, filler, filler, Spec())
+            call_of(filler, filler, filler, Spec())
         )  # fills shared memory with the value
-        results.append(hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=Cache())))
+        results.append(hopper_calls.cache_forward(call_of(q, k, v, spec, cache=Cache())))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result))
 
@@ -298,7 +296,7 @@ def test_public_functions_select_the_kernel():
     many = q.repeat(1, 1, 8, 1)
     assert fa_ops.explain(many, k, v).backend == "hopper"  # more rows than decoding has: prefill
     assert chosen(q, k, v, Spec()) is chosen(many, k, v, Spec()) is hopper
-    expected = reference.dense(Call.of(q.double(), k.double(), v.double(), Spec()))[0]
+    expected = reference.dense(call_of(q.double(), k.double(), v.double(), Spec()))[0]
     for _ in range(3):
         assert relative_error(fa_ops.attention(q, k, v, backend="hopper"), expected) < 1e-2
     lens = torch.full((2,), 4000, device="cuda", dtype=torch.int32)
@@ -316,7 +314,7 @@ def test_public_functions_select_the_kernel():
 
 
 def check_small_pages(case):
-    assert hopper.cache_error(cache_call(case)) is None
+    assert hopper.cache_error(case.fresh()) is None
     assert_cache_close(case, "hopper")
 
 
@@ -360,7 +358,7 @@ def test_random_small_pages(seed):
         Sq=(1, 1, 2, 4)[seed % 4], page_scales=False, token_scales=False,
         D=(64, 128, 256)[seed % 3], Dv=(64, 128, 256)[seed % 3],
     )  # fmt: skip
-    reason = hopper.cache_error(cache_call(case))
+    reason = hopper.cache_error(case.fresh())
     if reason:
         pytest.skip(reason)
     assert_cache_close(dataclasses.replace(case, S=case.S * (1 + seed % 19)), "hopper")
@@ -369,13 +367,13 @@ def test_random_small_pages(seed):
 @pytest.mark.parametrize("page_size", [1, 8])
 def test_keys_and_values_that_are_interleaved(page_size):
     """As in FlashInfer's caches, (pages, 2, page_size, heads, D): pages are not adjacent."""
-    q, k, v, cache, spec = CacheCase(
+    q, k, v, cache, spec = groups(CacheCase(
         B=4, Hq=32, Hkv=8, S=3000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         page_size=page_size,
-    ).fresh()  # fmt: skip
-    expected = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
+    ).fresh())  # fmt: skip
+    expected = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
     both = torch.stack((k, v), 1)
-    found = hopper_calls.cache_forward(Call.of(q, both[:, 0], both[:, 1], spec, cache=cache))
+    found = hopper_calls.cache_forward(call_of(q, both[:, 0], both[:, 1], spec, cache=cache))
     assert all(map(torch.equal, expected, found))
 
 
@@ -388,14 +386,14 @@ def test_results_are_those_of_large_pages(page_size):
     q, k, v = draw(B, 32, 1, D), draw(B * S // 64, 64, Hkv, D), draw(B * S // 64, 64, Hkv, D)
     table = torch.randperm(len(k), generator=g, device="cuda").view(B, -1)
     case = CacheCase(B=B, dtype=torch.bfloat16, device="cuda", page_size=64, lens=(S,) * B, S=S)
-    *_, cache, spec = case.fresh()
+    *_, cache, spec = groups(case.fresh())
     cache = cache._replace(page_table=table.int())
-    expected = hopper_calls.cache_forward(Call.of(q, k, v, spec, cache=cache))
+    expected = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
     parts = 64 // page_size
     small = (table[..., None] * parts + torch.arange(parts, device="cuda")).flatten(1).int()
     k, v = (x.view(-1, page_size, Hkv, D) for x in (k, v))
     found = hopper_calls.cache_forward(
-        Call.of(q, k, v, spec, cache=cache._replace(page_table=small))
+        call_of(q, k, v, spec, cache=cache._replace(page_table=small))
     )
     assert relative_error(found[0], expected[0]) < 1e-3
     torch.testing.assert_close(found[1], expected[1])

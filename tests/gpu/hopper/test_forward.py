@@ -8,12 +8,12 @@ import torch
 import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends.hopper import forward
-from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import Packing, Spec
+from fa_ops.call.call import Saved
 from fa_ops.testing import Arena, Case, assert_close_to_oracle, assert_right
 from fa_ops.testing.caches import CacheCase, assert_cache_close
 from tests.gpu import hopper_calls
 from tests.gpu.cases import few_processors
+from tests.groups import Packing, Spec, call_of, groups
 from tests.kernels import relative_error
 
 # Few tiles of queries over many keys on a Hopper GPU: each tile attends a part of the keys.
@@ -228,8 +228,8 @@ def _assert_close(actual, expected, dtype):
 def test_dense(D, keys, options, dtype):
     q, k, v = _problem(D, dtype, keys)
     spec = Spec(**OPTIONS[options])
-    exact = reference.forward(Call.of(q.double(), k.double(), v.double(), spec))
-    _assert_close(hopper_calls.forward(Call.of(q, k, v, spec)), exact, dtype)
+    exact = reference.forward(call_of(q.double(), k.double(), v.double(), spec))
+    _assert_close(hopper_calls.forward(call_of(q, k, v, spec)), exact, dtype)
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -239,10 +239,10 @@ def test_packed(D, keys):
     ends = torch.tensor([0, 1, 130, 600, S], dtype=torch.int32, device="cuda")
     spec, packing = Spec(is_causal=True), Packing(ends, ends)
     exact = reference.varlen_forward(
-        Call.of(q.double(), k.double(), v.double(), spec, packing=packing)
+        call_of(q.double(), k.double(), v.double(), spec, packing=packing)
     )
     _assert_close(
-        hopper_calls.varlen_forward(Call.of(q, k, v, spec, packing=packing)), exact, torch.bfloat16
+        hopper_calls.varlen_forward(call_of(q, k, v, spec, packing=packing)), exact, torch.bfloat16
     )
 
 
@@ -251,11 +251,11 @@ def test_nan_and_inf_affect_only_rows_that_attend_them(value):
     """NaN in a query affects its row; NaN in a key affects the queries that attend it."""
     q, k, v = _problem(128, torch.bfloat16, "unchanged")
     spec = Spec(is_causal=True)
-    clean, _ = hopper_calls.forward(Call.of(q, k, v, spec))
+    clean, _ = hopper_calls.forward(call_of(q, k, v, spec))
     q[0, 0, 700, 5] = value
     k[0, 0, 900, 7] = value
-    out, _ = hopper_calls.forward(Call.of(q, k, v, spec))
-    exact, _ = reference.forward(Call.of(q.double(), k.double(), v.double(), spec))
+    out, _ = hopper_calls.forward(call_of(q, k, v, spec))
+    exact, _ = reference.forward(call_of(q.double(), k.double(), v.double(), spec))
     assert torch.equal(out.isnan(), exact.isnan()) and 102 > exact.isnan().any(-1).sum() > 1
     torch.testing.assert_close(out, exact.to(out.dtype), atol=2e-2, rtol=2e-2, equal_nan=True)
     assert torch.equal(out[:, 1:], clean[:, 1:])
@@ -300,47 +300,47 @@ def test_groups_in_parts(Hq, Hkv):
 
 def test_gradients_repeat_bitwise():
     q, k, v = (torch.randn(2, 4, 1024, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out, lse = hopper_calls.forward(Call.of(q, k, v, Spec(is_causal=True)))
+    out, lse = hopper_calls.forward(call_of(q, k, v, Spec(is_causal=True)))
     first = hopper_calls.backward(
-        Call.of(q, k, v, Spec(is_causal=True), saved=Saved(q, None, out, lse))
+        call_of(q, k, v, Spec(is_causal=True), saved=Saved(q, None, out, lse))
     )
     for _ in range(20):
         again = hopper_calls.backward(
-            Call.of(q, k, v, Spec(is_causal=True), saved=Saved(q, None, out, lse))
+            call_of(q, k, v, Spec(is_causal=True), saved=Saved(q, None, out, lse))
         )
         assert all(map(torch.equal, again[:3], first[:3]))
 
 
 def test_a_nan_reaches_only_gradients_of_what_attends_it():
     case = Case(**WIDE, Sq=300, Sk=300, is_causal=True)
-    q, k, v, _ = case.fresh()
+    q, k, v, _ = groups(case.fresh())
     grad_out = torch.randn_like(q)
     k[:, :, 250], v[:, :, 260] = float("nan"), float("inf")
     spec = Spec(is_causal=True)
-    out, lse = hopper_calls.forward(Call.of(q, k, v, spec))
+    out, lse = hopper_calls.forward(call_of(q, k, v, spec))
     dq, dk, dv = hopper_calls.backward(
-        Call.of(q, k, v, spec, saved=Saved(grad_out, None, out, lse))
+        call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse))
     )[:3]
     inputs = (x[:, :, :250].cpu() for x in (grad_out, q, k, v, out))
     grad_out, q, k, v, out = inputs
     expected = reference.backward(
-        Call.of(q, k, v, spec, saved=Saved(grad_out, None, out, lse[:, :, :250].cpu().contiguous()))
+        call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse[:, :, :250].cpu().contiguous()))
     )
     assert (dq[:, :, :250].cpu().float() - expected[0].float()).abs().max() < 5e-2
     assert not dk[:, :, :250].isfinite().all()  # queries from 250 on attend these keys
 
 
 def test_an_infinity_changes_only_rows_that_attend_it():
-    q, k, v, _ = Case(**WIDE, Sq=300, Sk=300).fresh()
+    q, k, v, _ = groups(Case(**WIDE, Sq=300, Sk=300).fresh())
     v[:, :, 250] = float("inf")
     spec = Spec(is_causal=True)
-    out, _ = hopper_calls.forward(Call.of(q, k, v, spec))
-    expected = reference.forward(Call.of(q.cpu(), k.cpu(), v.cpu(), spec))[0][:, :, :250]
+    out, _ = hopper_calls.forward(call_of(q, k, v, spec))
+    expected = reference.forward(call_of(q.cpu(), k.cpu(), v.cpu(), spec))[0][:, :, :250]
     assert (out[:, :, :250].cpu().float() - expected.float()).abs().max() < 2e-2
 
 
 def test_training_by_default():
-    q, k, v, _ = Case(**WIDE, Sq=301, Sk=301).fresh()
+    q, k, v, _ = groups(Case(**WIDE, Sq=301, Sk=301).fresh())
     assert fa_ops.explain(q, k, v, is_causal=True).backend == "hopper"
     assert_close_to_oracle(Case(**WIDE, Sq=301, Sk=301, is_causal=True), "auto")
 

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from fa_ops.backends import hopper
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Spec
 from fa_ops.testing.caches import CacheCase, assert_cache_close
 from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen
+from tests.groups import Cache, Spec, call_of, groups
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -39,7 +38,7 @@ def draw(lens, heads, tokens=1, page=64, S=0, dtype=torch.bfloat16):
 
 def attend(q, k, cache, kv_lens, causal=False):
     return hopper_calls.cache_forward(
-        Call.of(q, k, k[..., :512], Spec(None, 0.0, causal, kv_lens=kv_lens), cache=cache)
+        call_of(q, k, k[..., :512], Spec(None, 0.0, causal, kv_lens=kv_lens), cache=cache)
     )
 
 
@@ -184,12 +183,12 @@ def test_keys_in_missing_pages_are_masked_out(page_size):
 
 
 def test_unsupported_calls_are_refused():
-    q, k, v, cache, spec = latent(Hq=16).fresh()
-    assert hopper.cache_error(Call.of(q, k, v, spec, cache=cache)) is None
+    q, k, v, cache, spec = groups(latent(Hq=16).fresh())
+    assert hopper.cache_error(call_of(q, k, v, spec, cache=cache)) is None
     assert chosen(q, k, v, spec, cache) is hopper
     apart = v.clone(memory_format=torch.contiguous_format)
-    assert "hold its values" in hopper.cache_error(Call.of(q, k, apart, spec, cache=cache))
+    assert "hold its values" in hopper.cache_error(call_of(q, k, apart, spec, cache=cache))
     assert chosen(q, k, apart, spec, cache) is not hopper
     assert "window" in hopper.cache_error(
-        Call.of(q, k, v, spec._replace(window_left=3), cache=cache)
+        call_of(q, k, v, spec._replace(window_left=3), cache=cache)
     )

@@ -8,10 +8,9 @@ import torch
 import fa_ops
 from fa_ops.backends import reference, triton
 from fa_ops.backends.triton import decode
-from fa_ops.call.call import Call
-from fa_ops.call.options import Cache, Spec
 from fa_ops.plans import planning
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
+from tests.groups import Cache, Spec, call_of, groups
 from tests.kernels import DTYPES, assert_batch_invariant, relative_error
 
 
@@ -57,7 +56,7 @@ def test_appends_to_a_latent_cache(page_size):
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
     assert_cache_close(case, "triton")
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
 
     def call(v, value):
         lens, table = spec.kv_lens, cache.page_table
@@ -85,13 +84,15 @@ def test_groups(group, Sq):
 
 @pytest.mark.parametrize("offset", [1, 4])
 def test_unaligned_addresses(offset):
-    q, k, v, cache, spec = CacheCase(D=64, Dv=64, dtype=torch.bfloat16, device="cuda").fresh()
-    expected = decode.cache_forward(Call.of(q, k, v, spec, cache=cache))[0]
+    q, k, v, cache, spec = groups(
+        CacheCase(D=64, Dv=64, dtype=torch.bfloat16, device="cuda").fresh()
+    )
+    expected = decode.cache_forward(call_of(q, k, v, spec, cache=cache))[0]
     shifted = [
         torch.cat([x.contiguous().flatten()[:offset], x.contiguous().flatten()])[offset:].view_as(x)
         for x in (q, k, v)
     ]
-    out = decode.cache_forward(Call.of(*shifted, spec, cache=cache))[0]
+    out = decode.cache_forward(call_of(*shifted, spec, cache=cache))[0]
     assert relative_error(out, expected) < 1e-2
 
 
@@ -104,25 +105,25 @@ def test_page_offsets_beyond_32_bits():
     lens = torch.tensor([150], dtype=torch.int32, device="cuda")
     out = fa_ops.attention_with_kv_cache(q, k, k, lens, table, backend="triton")
     near = k[table[0].long()].flatten(0, 1)[None, :150].transpose(1, 2).double()
-    assert relative_error(out, reference.dense(Call.of(q.double(), near, near, Spec()))[0]) < 1e-2
+    assert relative_error(out, reference.dense(call_of(q.double(), near, near, Spec()))[0]) < 1e-2
 
 
 def test_one_cuda_graph_serves_every_length():
     case = CacheCase(B=4, Hq=8, S=900, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", new=1,
                      lens=(899, 0, 500, 3), page_size=16)  # fmt: skip
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
     cache = cache._replace(page_table=pages.view_as(cache.page_table))
     k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
-    decode.cache_forward(Call.of(q, k, v, spec, cache=cache))
+    decode.cache_forward(call_of(q, k, v, spec, cache=cache))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = decode.cache_forward(Call.of(q, k, v, spec, cache=cache))
+        captured = decode.cache_forward(call_of(q, k, v, spec, cache=cache))
     for step in range(5):
         q.normal_()
         cache.key.normal_()
         spec.kv_lens.random_(0, 899)
-        expected = reference.cache_forward(Call.of(q, k.clone(), v.clone(), spec, cache=cache))[0]
+        expected = reference.cache_forward(call_of(q, k.clone(), v.clone(), spec, cache=cache))[0]
         graph.replay()
         assert relative_error(captured[0], expected) < 1e-2, step
 
@@ -132,8 +133,8 @@ def test_results_are_repeatable_and_batch_invariant():
         B=5, Hq=8, S=9000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         lens=(9000, 1, 0, 5000, 4097),
     )  # fmt: skip
-    q, k, v, _, spec = case.fresh()
-    first, second = (decode.cache_forward(Call.of(q, k, v, spec, cache=Cache())) for _ in range(2))
+    q, k, v, _, spec = groups(case.fresh())
+    first, second = (decode.cache_forward(call_of(q, k, v, spec, cache=Cache())) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     together = assert_batch_invariant(decode, case)
     assert relative_error(together[0], first[0]) < 1e-2
@@ -143,20 +144,20 @@ def test_results_are_repeatable_and_batch_invariant():
 @pytest.mark.parametrize("Hkv", [1, 8])
 def test_batches(B, Hkv):
     lens = tuple((b * 7919 + 100) % 331 for b in range(B))
-    q, k, v, cache, spec = CacheCase(
+    q, k, v, cache, spec = groups(CacheCase(
         B=B, Hq=4 * Hkv, Hkv=Hkv, S=331, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
         lens=lens,
-    ).fresh()  # fmt: skip
-    out, lse = decode.cache_forward(Call.of(q, k, v, spec, cache=cache))
+    ).fresh())  # fmt: skip
+    out, lse = decode.cache_forward(call_of(q, k, v, spec, cache=cache))
     clean = (x.nan_to_num(0.0).double() for x in (k, v))
-    expected, expected_lse = reference.dense(Call.of(q.double(), *clean, spec))
+    expected, expected_lse = reference.dense(call_of(q.double(), *clean, spec))
     assert relative_error(out, expected) < 1e-2
     torch.testing.assert_close(lse, expected_lse.float(), atol=1e-3, rtol=1e-3)
 
 
 def test_concurrent_streams():
     problems = [
-        CacheCase(S=4000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", seed=n).fresh()
+        groups(CacheCase(S=4000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", seed=n).fresh())
         for n in range(2)
     ]
     expected = [decode.cache_forward(*p)[0] for p in problems]
@@ -168,7 +169,7 @@ def test_concurrent_streams():
             with torch.cuda.stream(stream):
                 results[n].append(
                     decode.cache_forward(
-                        Call.of(*problems[n][:3], problems[n][4], cache=problems[n][3])
+                        call_of(*problems[n][:3], problems[n][4], cache=problems[n][3])
                     )[0]
                 )
     torch.cuda.synchronize()
@@ -176,7 +177,7 @@ def test_concurrent_streams():
 
 
 def test_debugging_reports_pages_that_do_not_exist(monkeypatch):
-    q, k, v, cache, spec = CacheCase(page_size=16, device="cuda", lens=(20, 20)).fresh()
+    q, k, v, cache, spec = groups(CacheCase(page_size=16, device="cuda", lens=(20, 20)).fresh())
     table = cache.page_table.clone()
     table[1, 1] = 10**6
     fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, table)
@@ -191,7 +192,7 @@ def test_attention_with_few_queries_selects_the_decoding_kernel():
     k = torch.randn(1, 2, 5000, 128, device="cuda", dtype=torch.bfloat16)
     options = {"is_causal": True, "backend": "triton"}
     assert fa_ops.explain(q, k, k, **options).kernel == "split-KV decoding"
-    expected = reference.dense(Call.of(q.double(), k.double(), k.double(), Spec(is_causal=True)))[0]
+    expected = reference.dense(call_of(q.double(), k.double(), k.double(), Spec(is_causal=True)))[0]
     for _ in range(2):
         assert relative_error(fa_ops.attention(q, k, k, **options), expected) < 1e-2
     lens = torch.tensor([300], device="cuda", dtype=torch.int32)
@@ -232,7 +233,7 @@ def test_left_padded_batches_select_the_decoding_kernel(Sq):
     options = {"key_ranges": ranges, "backend": "triton"}
     explained = fa_ops.explain(q, k, k, is_causal=True, kv_lens=lens, **options)
     assert explained.kernel == "split-KV decoding"
-    expected = reference.dense(Call.of(q.double(), k.double(), k.double(), spec))[0]
+    expected = reference.dense(call_of(q.double(), k.double(), k.double(), spec))[0]
     k[1, :, :1600] = float("nan")
     for _ in range(2):
         out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, **options)
@@ -241,7 +242,7 @@ def test_left_padded_batches_select_the_decoding_kernel(Sq):
         assert relative_error(out, expected) < 1e-2
     ranges[1, 0, 0, 0] = 1690  # a repeated call reads it anew
     k = k.nan_to_num(0.0)
-    expected = reference.dense(Call.of(q.double(), k.double(), k.double(), spec))[0]
+    expected = reference.dense(call_of(q.double(), k.double(), k.double(), spec))[0]
     out = fa_ops.attention_with_kv_cache(q, k, k, lens, None, True, **options)
     assert relative_error(out, expected) < 1e-2
     out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, **options)
@@ -250,13 +251,13 @@ def test_left_padded_batches_select_the_decoding_kernel(Sq):
 
 def test_repeated_calls_read_new_values():
     case = CacheCase(dtype=torch.bfloat16, D=64, Dv=64, device="cuda", new=1, S=900)
-    q, k, v, cache, spec = case.fresh()
+    q, k, v, cache, spec = groups(case.fresh())
     k, v = k.nan_to_num(0.1), v.nan_to_num(0.1)
     versions = k._version
     for step in range(3):
         q.normal_()
         spec.kv_lens.fill_(10 * step + 5)
-        plain = reference.cache_forward(Call.of(q, k.clone(), v.clone(), spec, cache=cache))[0]
+        plain = reference.cache_forward(call_of(q, k.clone(), v.clone(), spec, cache=cache))[0]
         out = fa_ops.attention_with_kv_cache(
             q, k, v, spec.kv_lens, key=cache.key, value=cache.value
         )
@@ -280,8 +281,8 @@ READS = {"rotary": 0, "fp8": False, "num_splits": 0, "batch_invariant": False, "
 
 
 def check(case):
-    q, k, v, cache, spec = case.fresh()
-    assert triton.plan(Call.of(q, k, v, spec, cache=cache)).kernel.endswith("forward")
+    q, k, v, cache, spec = groups(case.fresh())
+    assert triton.plan(call_of(q, k, v, spec, cache=cache)).kernel.endswith("forward")
     assert_cache_close(case, "triton")
 
 

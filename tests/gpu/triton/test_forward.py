@@ -12,8 +12,7 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import configs, launch, matrix_products, short_rows
-from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import Packing, Spec
+from fa_ops.call.call import Saved
 from fa_ops.testing import (
     Case,
     PackedCase,
@@ -23,6 +22,7 @@ from fa_ops.testing import (
     random_case,
 )
 from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS
+from tests.groups import Packing, Spec, call_of
 from tests.kernels import DTYPES, assert_merges, assert_merges_into, relative_error
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
@@ -70,10 +70,10 @@ def test_packed(seed):
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_long_sequences(D, causal):
     q, k, v = tensors(1, 3, 4096 + 7, D)
-    out, lse = backend.forward(Call.of(q, k, v, Spec(is_causal=causal)))
+    out, lse = backend.forward(call_of(q, k, v, Spec(is_causal=causal)))
     for h in range(3):
         one = (x[:, h : h + 1].double() for x in (q, k, v))
-        expected, expected_lse = reference.dense(Call.of(*one, Spec(is_causal=causal)))
+        expected, expected_lse = reference.dense(call_of(*one, Spec(is_causal=causal)))
         assert relative_error(out[:, h : h + 1], expected) < 5e-3
         assert (lse[:, h : h + 1] - expected_lse).abs().max() < 1e-4
 
@@ -81,8 +81,8 @@ def test_long_sequences(D, causal):
 @pytest.mark.usefixtures("nan_poisoned_outputs")
 def test_more_programs_than_the_limit_of_a_grid_dimension():
     q, k, v = tensors(70000, 2, 3, 16)
-    out, _ = backend.forward(Call.of(q, k, v, Spec()))
-    expected, _ = reference.dense(Call.of(*(x[-1:].double() for x in (q, k, v)), Spec()))
+    out, _ = backend.forward(call_of(q, k, v, Spec()))
+    expected, _ = reference.dense(call_of(*(x[-1:].double() for x in (q, k, v)), Spec()))
     assert relative_error(out[-1:], expected) < 1e-2
 
 
@@ -93,11 +93,11 @@ def test_strides_beyond_32_bits():
     rows = buffer.as_strided((1, 1, 129, 64), (0, 0, far, 1))
     heads = buffer.as_strided((1, 2, 129, 64), (0, 1 << 31, 64, 1))
     for x in (rows, heads):
-        out, _ = backend.forward(Call.of(x, x, x, Spec(is_causal=True)))
+        out, _ = backend.forward(call_of(x, x, x, Spec(is_causal=True)))
         dense = x.double()
         assert (
             relative_error(
-                out, reference.dense(Call.of(dense, dense, dense, Spec(is_causal=True)))[0]
+                out, reference.dense(call_of(dense, dense, dense, Spec(is_causal=True)))[0]
             )
             < 1e-2
         )
@@ -109,9 +109,9 @@ def test_unaligned_addresses(offset):
     q, k, v = (
         torch.cat([x.flatten()[:offset], x.flatten()])[offset:].view_as(x) for x in tensors()
     )
-    out, _ = backend.forward(Call.of(q, k, v, Spec()))
+    out, _ = backend.forward(call_of(q, k, v, Spec()))
     assert (
-        relative_error(out, reference.dense(Call.of(q.double(), k.double(), v.double(), Spec()))[0])
+        relative_error(out, reference.dense(call_of(q.double(), k.double(), v.double(), Spec()))[0])
         < 1e-2
     )
 
@@ -125,18 +125,18 @@ def test_nan_outside_kv_lens_and_key_ranges_has_no_effect():
         v[b, :, length:] = float("nan")
     ranges = torch.stack([torch.zeros_like(lens), lens], -1).view(2, 1, 1, 2)
     for spec in (Spec(kv_lens=lens), Spec(key_ranges=ranges), Spec(kv_lens=lens, softcap=5.0)):
-        out, lse = backend.forward(Call.of(q, k, v, spec))
+        out, lse = backend.forward(call_of(q, k, v, spec))
         assert bool(out.isfinite().all() and lse.isfinite().all())
 
 
 @pytest.mark.usefixtures("nan_poisoned_outputs")
 def test_tf32_is_used_only_if_torch_allows_it(monkeypatch):
     q, k, v = tensors(1, 2, 300, 64, torch.float32)
-    expected, _ = reference.dense(Call.of(q.double(), k.double(), v.double(), Spec()))
+    expected, _ = reference.dense(call_of(q.double(), k.double(), v.double(), Spec()))
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    exact = relative_error(backend.forward(Call.of(q, k, v, Spec()))[0], expected)
+    exact = relative_error(backend.forward(call_of(q, k, v, Spec()))[0], expected)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    fast = relative_error(backend.forward(Call.of(q, k, v, Spec()))[0], expected)
+    fast = relative_error(backend.forward(call_of(q, k, v, Spec()))[0], expected)
     assert exact < 1e-6 < 5e-5 < fast < 5e-3
 
 
@@ -148,9 +148,9 @@ def test_cuda_graphs_replay_with_new_inputs():
     tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
 
     def run():
-        dense = backend.forward(Call.of(q, k, v, Spec(is_causal=True, kv_lens=lens)))
+        dense = backend.forward(call_of(q, k, v, Spec(is_causal=True, kv_lens=lens)))
         return *dense, *backend.varlen_forward(
-            Call.of(*tokens, Spec(), packing=Packing(ends, ends))
+            call_of(*tokens, Spec(), packing=Packing(ends, ends))
         )
 
     run()
@@ -168,14 +168,14 @@ def test_cuda_graphs_replay_with_new_inputs():
 @pytest.mark.usefixtures("nan_poisoned_outputs")
 def test_concurrent_streams():
     problems = [tensors(1, 4, 300 + 50 * n, 64, seed=n) for n in range(2)]
-    expected = [backend.forward(Call.of(*p, Spec(is_causal=True))) for p in problems]
+    expected = [backend.forward(call_of(*p, Spec(is_causal=True))) for p in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     results = [[] for _ in problems]
     for _ in range(20):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[n].append(backend.forward(Call.of(*problems[n], Spec(is_causal=True))))
+                results[n].append(backend.forward(call_of(*problems[n], Spec(is_causal=True))))
     torch.cuda.synchronize()
     for n, of_problem in enumerate(results):
         for result in of_problem:
@@ -186,8 +186,8 @@ def test_concurrent_streams():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_inputs_on_another_than_the_current_device():
     q, k, v = tensors()
-    current, _ = backend.forward(Call.of(q, k, v, Spec()))
-    other, _ = backend.forward(Call.of(*(x.to("cuda:1") for x in (q, k, v)), Spec()))
+    current, _ = backend.forward(call_of(q, k, v, Spec()))
+    other, _ = backend.forward(call_of(*(x.to("cuda:1") for x in (q, k, v)), Spec()))
     assert torch.equal(current, other.to("cuda:0")) and other.device.index == 1
 
 
@@ -196,7 +196,7 @@ def test_other_lengths_and_scales_do_not_recompile():
     compiled = set()
     for length in (1, 40, 128, 1000, 4099):
         q, k, v = tensors(1, 2, length)
-        backend.forward(Call.of(q, k, v, Spec(is_causal=True, scale=1.0 / length)))
+        backend.forward(call_of(q, k, v, Spec(is_causal=True, scale=1.0 / length)))
         compiled.add(len(host._launches))
     assert len(compiled) == 1
 
@@ -204,15 +204,15 @@ def test_other_lengths_and_scales_do_not_recompile():
 @pytest.mark.usefixtures("nan_poisoned_outputs")
 def test_an_unknown_launch_convention_warns_and_works(monkeypatch):
     q, k, v = tensors()
-    expected = backend.forward(Call.of(q, k, v, Spec(is_causal=True)))
+    expected = backend.forward(call_of(q, k, v, Spec(is_causal=True)))
     monkeypatch.setattr(host, "_launches", {})
     monkeypatch.setattr(launch, "_CONVENTION", ("self", "something", "else"))
     with pytest.warns(UserWarning, match="takes other parameters"):
-        found = backend.forward(Call.of(q, k, v, Spec(is_causal=True)))
+        found = backend.forward(call_of(q, k, v, Spec(is_causal=True)))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        backend.forward(Call.of(q, k, v, Spec(is_causal=True)))
+        backend.forward(call_of(q, k, v, Spec(is_causal=True)))
 
 
 @pytest.mark.usefixtures("nan_poisoned_outputs")
@@ -281,10 +281,10 @@ def test_large_calls_take_parts_and_are_exact(D):
     mode = matrix_products.products(q, 4 * 2048 * 2048, D, D, 0.0)
     assert (mode == "split") == matrix_products.has_fast_parts(launch.architecture(q.device))
     spec = Spec(is_causal=True)
-    out, lse = backend.forward(Call.of(q, k, v, spec))
-    grads = backend.backward(Call.of(q, k, v, spec, saved=Saved(grad, None, out, lse)))[:3]
+    out, lse = backend.forward(call_of(q, k, v, spec))
+    grads = backend.backward(call_of(q, k, v, spec, saved=Saved(grad, None, out, lse)))[:3]
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    expected, _ = reference.dense(Call.of(*leaves, spec))
+    expected, _ = reference.dense(call_of(*leaves, spec))
     exact = torch.autograd.grad(expected, leaves, grad.double())
     for found, wanted in zip((out, *grads), (expected.detach(), *exact), strict=True):
         assert relative_error(found, wanted) < 2e-6
@@ -292,9 +292,9 @@ def test_large_calls_take_parts_and_are_exact(D):
 
 def test_nan_reaches_only_rows_that_attend_it(in_parts):
     q, k, v = (torch.randn(1, 2, 300, 64, device="cuda") for _ in range(3))
-    expected = backend.forward(Call.of(q, k, v, Spec(is_causal=True)))[0]
+    expected = backend.forward(call_of(q, k, v, Spec(is_causal=True)))[0]
     k[:, :, 200], v[:, :, 210] = float("nan"), float("inf")
-    out = backend.forward(Call.of(q, k, v, Spec(is_causal=True)))[0]
+    out = backend.forward(call_of(q, k, v, Spec(is_causal=True)))[0]
     torch.testing.assert_close(out[:, :, :200], expected[:, :, :200], atol=2e-6, rtol=0.0)
     assert bool(out[:, :, 200:].isnan().all())
 
@@ -307,7 +307,7 @@ def test_keys_far_below_a_sink_have_no_weight(D, dtype, in_parts):
     k = torch.randn(1, 2, 70, D, device="cuda").abs().mul(100).round().to(dtype)
     q, v = -q.abs(), torch.randn_like(k)
     spec = Spec(sinks=torch.tensor([0.5, -3.0], device="cuda"), scale=1e5 / 3)
-    out, lse = backend.forward(Call.of(q, k, v, spec))
+    out, lse = backend.forward(call_of(q, k, v, spec))
     assert not out.any()
     assert torch.equal(lse, spec.sinks[None, :, None].expand_as(lse))
 
