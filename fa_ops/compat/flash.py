@@ -58,10 +58,12 @@ def sides(window: object) -> Window | None:
     """The sides of a window, -1 for unbounded ones; None if both are unbounded."""
     if isinstance(window, Tensor) and window.shape == (2,):
         if need_tensor("window_size", window).is_meta:
-            raise ValueError("window_size must hold numbers, got a Tensor on meta")
+            raise ValueError("window_size must hold numbers, got a Tensor on meta: pass two ints")
         window = window.tolist()
     if not isinstance(window, tuple | list) or len(window) != 2:
-        raise TypeError(f"window_size must be a pair (left, right), got {window!r}")
+        raise TypeError(
+            f"window_size must be a pair (left, right), got {window!r}: (-1, -1) is unbounded"
+        )
     left, right = (
         -1 if side is None else max(count("a side of window_size", side), -1) for side in window
     )
@@ -345,7 +347,10 @@ class Rotation(NamedTuple):
         if tracing.can_read(offsets) and len(offsets):
             needed, found = int(offsets.max()) + steps, self.cos.shape[0]
             if needed > found:
-                raise ValueError(f"rotary_cos has {found} positions, but {needed} are needed")
+                raise ValueError(
+                    f"rotary_cos has {found} positions, but {needed} are needed: it has a row for "
+                    "each"
+                )
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         positions = positions.clamp(0, self.cos.shape[0] - 1)

@@ -155,8 +155,7 @@ def _checked(
     query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: ParallelOptions
 ) -> CheckedCall:
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if need_tensor(name, t).dim() != 4:
-            raise ValueError(f"{name} must have shape (B, H, S, D), got {tuple(t.shape)}")
+        checks.rank(name, need_tensor(name, t), checks.LAYOUT)
     size = 1
     for members in groups:
         _check_device(query, key, value, members)
@@ -174,11 +173,13 @@ def _checked(
 
 def _check_device(query: Tensor, key: Tensor, value: Tensor, members: Members) -> None:
     for name, t in (("key", key), ("value", value)):
-        if t.device != query.device:
-            raise ValueError(f"{name} is on {t.device}, but query is on {query.device}")
+        checks.same_device(query, name, t)
     kind, backends = query.device.type, dist.get_backend_config(members.group)
     if members.size > 1 and f"{kind}:" not in backends:
-        raise ValueError(f"query is on {query.device}, but the group has backends for {backends}")
+        raise ValueError(
+            f"query is on {query.device}, but the group has backends for {backends}: make it by "
+            f"new_group(backend=...) with one for {kind}"
+        )
 
 
 def _named(query: Tensor, key: Tensor) -> tuple:
@@ -241,8 +242,8 @@ def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Paralle
         raise ValueError(f"dropout_p must be in [0, 1), got {options.dropout_p}")
     checks.contiguous_rows(query=q, key=k, value=v)
     for name, t in (("alibi_slopes", options.alibi_slopes), ("sinks", options.sinks)):
-        if t is not None and t.device != q.device:
-            raise ValueError(f"{name} is on {t.device}, but query is on {q.device}")
+        if t is not None:
+            checks.same_device(q, name, t)
     autograd.refuse_gradient_of(options.alibi_slopes)
     whole = [_whole(x, size) for x in (q, k, v)]
     on_meta = Operands(*(None if x is None else x.detach().to("meta") for x in call.operands))
@@ -296,7 +297,10 @@ def _check_documents(q: Tensor, k: Tensor, size: int, options: ParallelOptions) 
     ends = need_tensor("cu_seqlens", options.cu_seqlens)
     tokens = q.shape[2] * size
     if q.shape[0] != 1:
-        raise ValueError(f"query must have a batch of 1 with cu_seqlens, got {q.shape[0]}")
+        raise ValueError(
+            f"query must have a batch of 1 with cu_seqlens, got {q.shape[0]}: put the documents "
+            "one after the other"
+        )
     if k.shape[2] != q.shape[2]:
         raise ValueError(
             f"key must be as long as query with cu_seqlens, got {k.shape[2]} and {q.shape[2]} "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fa_ops.call.python_types import Window
+from fa_ops.call.python_types import Window, refuse_unknown
 from fa_ops.distributed import balance, handshake, ring_steps, schedule, ulysses
 from fa_ops.distributed import transport as transports
 from fa_ops.distributed.arguments import CheckedCall, ParallelOptions, checked, error_of_flags
@@ -187,7 +187,7 @@ def explain_context_parallel(
         options.pop(name, None)
     unknown = [name for name in options if name not in ParallelOptions._fields]
     if unknown:
-        raise TypeError(f"context_parallel_attention has no argument {unknown[0]!r}")
+        refuse_unknown(context_parallel_attention, {unknown[0]: None})
     query, key, value = _autocast(query, key, value)
     request = checked(query, key, value, groups, ParallelOptions(scheme, **options))
     chosen = choice(query, key, value, groups, request)

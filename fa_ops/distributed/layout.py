@@ -147,7 +147,9 @@ def members(group: dist.ProcessGroup | None) -> tuple[int, int]:
         )
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
-        raise ValueError(f"group must contain this process, rank {dist.get_rank()}")
+        raise ValueError(
+            f"group must contain this process, rank {dist.get_rank()}: only its processes call this"
+        )
     return found.rank(), found.size()
 
 
@@ -173,7 +175,9 @@ def groups_of(mesh_or_group) -> tuple[Members, ...]:
             'mesh["cp"]'
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"mesh must contain this process, rank {dist.get_rank()}")
+        raise ValueError(
+            f"mesh must contain this process, rank {dist.get_rank()}: only its processes call this"
+        )
     groups = (mesh.get_group(dim) for dim in range(mesh.ndim))
     return tuple(Members(group, *members(group)) for group in groups)
 

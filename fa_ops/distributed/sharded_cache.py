@@ -132,7 +132,10 @@ def attention_with_sharded_kv_cache(
     """
     groups = groups_of(mesh_or_group)
     if len(groups) != 1:
-        raise ValueError("mesh must have one dimension for a sharded cache, got 2")
+        raise ValueError(
+            "mesh must have one dimension for a sharded cache, got 2: pass the one over which keys "
+            'are distributed, as in mesh["cp"]'
+        )
     exchange, (members,) = Exchange(groups[0], timeout), groups
     need_bool("check", check)
     placed = {"window": window, "alibi_slopes": alibi_slopes}
@@ -171,16 +174,15 @@ def _check(
     error = handshake.error_of_timeout(timeout)
     if error is not None:
         raise error
-    if need_tensor("query", query).dim() != 4:
-        raise ValueError(f"query must have shape (B, Hq, Sq, D), got {tuple(query.shape)}")
+    checks.rank("query", need_tensor("query", query), checks.LAYOUT)
     for name in placed if query.shape[2] > 1 else ():
         raise NotImplementedError(
             f"{name} over a sharded cache needs a single query, got {query.shape[2]}"
         )
     checks.integers(query, "kv_lens", need_tensor("kv_lens", kv_lens))
     checks.has_shape("kv_lens", kv_lens, query.shape[:1])
-    if key is not None and need_tensor("key", key).dim() != 4:
-        raise ValueError(f"key must have shape (B, Hkv, Sn, D), got {tuple(key.shape)}")
+    if key is not None:
+        checks.rank("key", need_tensor("key", key), checks.LAYOUT)
     if sinks is not None:
         checks.floats(query, "sinks", need_tensor("sinks", sinks))
         checks.has_shape("sinks", sinks, query.shape[1:2])

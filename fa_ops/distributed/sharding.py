@@ -118,7 +118,8 @@ def _attention_rule(cls, operator: OpOverload, types, args: tuple, options: dict
     for name in ("query", "key", "value"):
         if name in call and not isinstance(call[name], DTensor):
             raise TypeError(
-                f"{operator.name()}: {name} must be a DTensor if another argument is one"
+                f"{operator.name()}: {name} must be a DTensor if another argument is one, got "
+                f"{type(call[name]).__name__}: pass distribute_tensor({name}, mesh, placements)"
             )
     # The global call on meta tensors checks the user's arguments and gives the shapes of results.
     whole = operator(**{name: _on_meta(x) for name, x in call.items()})

@@ -169,7 +169,7 @@ def attention(
         refuse_unknown(attention, unknown)
     if type(return_lse) is not bool:
         need_bool("return_lse", return_lse)
-    if type(enable_gqa) is not bool:
+    if enable_gqa is not False:
         need_bool("enable_gqa", enable_gqa)
     if scale is not None and type(scale) is not float:
         scale = read_scale(scale)

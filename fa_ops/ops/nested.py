@@ -25,7 +25,9 @@ def _tokens(name: str, x: Tensor) -> Tensor:
             "one: build it as (B, lengths, H, D) and transpose(1, 2)"
         )
     if x.lengths() is not None:
-        raise ValueError(f"{name} must not have holes between its sequences")
+        raise ValueError(
+            f"{name} must not have holes between its sequences: build it anew from {name}.unbind()"
+        )
     values = x.values()  # (H, T, D): the batch dimension is gone, the rest is in order
     return values.transpose(0, 1) if values.dim() == 3 else values
 

@@ -67,6 +67,15 @@ def test_fits(arch, tmp_path):
         assert_fits(compiled(arch, D), arch, tmp_path)
 
 
+def test_compilations_are_logged_with_seconds_and_folder(caplog):
+    caplog.set_level("INFO", "fa_ops")
+    compiled(90, 64)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("compiled 1 kernel, split_kernel, or found it in Triton's cache, in ")
+    assert text.endswith(f" s, kept in {triton.knobs.cache.dir}")
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_every_option_fits(D, tmp_path):
     for arch in (80, 90):

@@ -82,7 +82,7 @@ LENS = torch.tensor([5, 8], dtype=torch.int32)
     "options, message",
     [
         ({"query": None}, "query must be a Tensor, got NoneType"),
-        ({"query": torch.zeros(2, 4)}, "query must have shape (B, Hq, Sq, D), got (2, 4)"),
+        ({"query": torch.zeros(2, 4)}, "query must have shape (B, H, S, D), got (2, 4)"),
         ({"kv_lens": None, "window": (1, 0)}, "kv_lens must be a Tensor, got NoneType"),
         ({"kv_lens": LENS.float()}, "kv_lens must be int32, got float32"),
         ({"kv_lens": LENS[:1]}, "kv_lens must have shape (2,), got (1,)"),

@@ -135,8 +135,9 @@ def with_features_of_values(q: Tensor, qv: Tensor, caches: Caches) -> tuple[Tens
 def check_qv(q: Tensor, qv: Tensor, v: Tensor) -> None:
     """Raise ValueError or TypeError unless qv is of q's tokens and heads and v's features."""
     has_shape("qv", need_tensor("qv", qv), (*q.shape[:-1], v.shape[-1]))
-    checks.need(qv.dtype == q.dtype, "qv must have q's dtype {}, got {}", q.dtype, qv.dtype)
-    checks.need(qv.device == q.device, "qv must be on {}, got {}", q.device, qv.device)
+    checks.need(qv.dtype == q.dtype, "qv must have q's dtype {}, got {}: pass qv.to(q.dtype)",
+                q.dtype, qv.dtype)  # fmt: skip
+    checks.same_device(q, "qv", qv, "q")
     checks.same_device(q, "v", v)
 
 

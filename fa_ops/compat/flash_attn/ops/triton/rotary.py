@@ -87,7 +87,7 @@ def check(
     if longest is not None:
         count("max_seqlen", longest, "an int or None")
     if ends is not None and longest is None:
-        raise ValueError("max_seqlen must be given with cu_seqlens")
+        raise ValueError("max_seqlen must be given with cu_seqlens: pass the longest length")
     dims = 4 if ends is None else 3
     if x.dim() != dims:
         layout = "(B, S, H, D)" if ends is None else "(T, H, D)"
