@@ -222,16 +222,14 @@ def write_call(node: Any, write: Callable[[Any], None]) -> None:
     from torch._inductor.virtualized import V
 
     wrapper = V.graph.wrapper_code
-    site = None if V.graph.fx_wrapper else _site(node, V.graph.removed_buffers)
+    site = _site(node, V.graph.removed_buffers)
     if site is None:
         write(ExternKernelAllocLine(wrapper, node))  # the operator
         return
     name = f"call_{node.get_name()}"
-    # of the module; a subgraph or a partition has a wrapper of its own
-    module = wrapper.get_root_graph() if hasattr(wrapper, "get_root_graph") else wrapper
     if __name__.startswith("fa_ops."):  # a copy of the package is known by its operators alone
-        module.add_import_once("import fa_ops")
-    module.header.writeline(f"{name} = {site}")
+        wrapper.add_import_once("import fa_ops")
+    wrapper.header.writeline(f"{name} = {site}")
     write(_line()(wrapper, node, name))
 
 
@@ -241,7 +239,10 @@ def _line() -> type:
     from torch._inductor.ir import IRNode
 
     class CallSiteLine(ExternKernelAllocLine):
-        """The call of a site; its tensors have their names when the line is written."""
+        """The call of a site; its tensors have their names when the line is written.
+
+        In a generated graph it is the operator's, as that of an ExternKernelAllocLine.
+        """
 
         def __init__(self, wrapper: Any, node: Any, name: str) -> None:
             super().__init__(wrapper, node)
@@ -275,9 +276,7 @@ def _site(node: Any, removed: set[str]) -> str | None:
             continue
         kind = x.real_type.getElementType() if x.real_type.kind() == "OptionalType" else x.real_type
         expected = _TYPES.get(kind.kind())
-        if expected is float and type(value) is int:  # as the dispatcher converts it
-            value = float(value)
-        if type(value) is not expected:
+        if type(value) is not expected:  # of a pass; the dispatcher converts it
             return None
         arguments.append(f"{x.name}={value!r}")
     return f"torch.ops.fa.call_site({', '.join(arguments)})"

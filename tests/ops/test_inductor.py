@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa_ops
 from fa_ops.ops.schemas import Schema
-from fa_ops.plans import dispatch, planning
+from fa_ops.plans import dispatch, planning, recognition
 from tests.ops.cases import CASES, dense_call, packed_call, packed_case
 
 FA = torch.ops.fa
@@ -116,27 +116,37 @@ def test_only_results_that_are_read_are_made():
     assert sites(code) == ["('attention_with_lse', 'query key value', results=1)"]
 
 
-def test_all_results_of_a_backward_operator():
+@pytest.mark.parametrize("mask_grad", [False, True])
+def test_all_results_of_a_backward_operator(mask_grad):
     q, k, v = qkv()
     mask, sinks = rand(5, 7), rand(4)
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     ends = [torch.arange(3, dtype=torch.int32) * x.shape[2] for x in (q, k)]
+    options = {"sinks": sinks, "scale": 1}
 
-    def run(mask_grad):
-        options = {"sinks": sinks, "scale": 1}
+    def run():
         out, lse = FA.attention_with_lse(q, k, v, mask, **options)
-        grads = FA.attention_backward(
-            out, lse, q, k, v, out, lse, mask, mask_grad=mask_grad, **options
-        )
-        out, lse = FA.attention_varlen(*packed, *ends)
-        return *grads, *FA.attention_varlen_backward(out, None, *packed, out, lse, *ends)
+        given = out, lse, q, k, v, out, lse, mask
+        grads = FA.attention_backward(*given, mask_grad=mask_grad, **options)
+        out, lse = FA.attention_varlen(*packed, *ends, **options)
+        given = out, None, *packed, out, lse, *ends
+        return *grads, *FA.attention_varlen_backward(*given, **options)
 
-    for mask_grad in (False, True):
-        torch._dynamo.reset()
-        expected = run(mask_grad)
-        _, actual, code = compiled(run, mask_grad)
-        assert_close(actual, expected)
-        assert len(sites(code)) == 4
+    expected = run()
+    function, actual, code = compiled(run)
+    assert_close(actual, expected)
+    assert_close(function(), expected)
+    assert len(sites(code)) == 4
+
+
+def test_gradients_that_there_are_none_of_are_empty():
+    q, k, v = qkv()
+    out, lse = FA.attention_with_lse(q, k, v)
+    given = out, None, q, k, v, out, lse
+    site = FA.call_site("attention_backward", "grad_out grad_lse query key value out lse")
+    expected = FA.attention_backward(*given)
+    assert_close(tuple(site(*given)), expected)
+    assert [x.shape for x in site(*given)] == [x.shape for x in expected]
 
 
 def test_numbers_that_change_are_given_in_each_call():
@@ -187,22 +197,47 @@ def test_settings_are_those_of_the_moment(monkeypatch):
     ]  # fmt: skip
 
 
-def test_geometries_are_told_apart():
+def test_geometries_are_told_apart(monkeypatch):
+    """Every geometry has a plan of its own, which returns its geometry."""
     q, k, v = qkv()
-    kv_lens = torch.tensor([3, 5], dtype=torch.int32)
-    site = FA.call_site("attention_with_lse", "query key value kv_lens", is_causal=True)
-    latent = rand(2, 4, 7, 12)
+    lens, latent = torch.tensor([3, 5], dtype=torch.int32), rand(2, 4, 7, 12)
+    every_second = lens.repeat_interleave(2)[::2]
     calls = [
-        (q, k, v, kv_lens), (q, k[:, :, 1:], v[:, :, 1:], kv_lens),
-        (q, k, latent[..., :8], kv_lens),
-        (q, k, k, kv_lens), (q, k, k[..., :4], kv_lens), (q, k, v[..., :4], kv_lens),
-        (q.double(), k.double(), v.double(), kv_lens), (q[:1], k[:1], v[:1], kv_lens[:1]),
-        (q, k, v, kv_lens.flip(0).repeat_interleave(2)[::2]),
+        (q, k, v, lens), (q, k[:, :, 1:], v[:, :, 1:], lens), (q, k, latent[..., :8], lens),
+        (q, k, k[..., :4], lens), (q, k, k.clone()[..., :4], lens), (q[:1], k[:1], v[:1], lens[:1]),
+        (q.double(), k.double(), v.double(), lens), (q, k, v, every_second),
+        tuple(x.bfloat16() for x in (q, k, v)) + (lens,),
     ]  # fmt: skip
-    for first, second in itertools.product(calls, calls):
-        for q, k, v, lens in (first, second, first):
-            expected = FA.attention_with_lse(q, k, v, is_causal=True, kv_lens=lens)
-            assert_close(site(q, k, v, lens), expected)
+    calls += [(*halves, halves[1][..., :4], lens) for halves in [[x.bfloat16() for x in (q, k)]]]
+    plans = {}
+
+    def prepared(key):
+        run = lambda *_: (key,)  # noqa: E731
+        return plans.setdefault(key, planning.Prepared(run, None, None, (), None))
+
+    monkeypatch.setattr(planning, "prepared", prepared)
+    key_of, found = planning.key_of, []
+    monkeypatch.setattr(planning, "key_of", lambda *args: found.append(key_of(*args)) or found[-1])
+    forward = FA.call_site("attention", "query key value kv_lens")
+    names = "grad_out grad_lse query key value out lse kv_lens"
+    backward = FA.call_site("attention_backward", names, results=3)
+
+    def run(site, q, k, v, lens):
+        if site is forward:
+            return site(q, k, v, lens)
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        return site(out, None, q, k, v, out, out[..., 0], lens)[0]
+
+    for site in (forward, backward):
+        keys = []
+        for call in calls:
+            recognition.last_calls.clear()
+            keys.append(run(site, *call))
+        assert len(set(keys)) == len(calls)
+        for first, second in itertools.product(range(len(calls)), repeat=2):
+            for at in (first, second, first):
+                assert run(site, *calls[at]) == keys[at]
+    recognition.last_calls.clear()
 
 
 class Log(TorchDispatchMode):
@@ -281,6 +316,11 @@ def test_a_cache_that_is_written_to():
         assert_close(out, expected)
         assert_close(caches, copies)
         assert caches[0]._version > version
+    site = FA.call_site("attention_with_kv_cache_append", given)
+    for _ in range(2):
+        versions = [x._version for x in caches]
+        site(q, *caches, *new, lens)
+        assert [x._version for x in caches] == [n + 1 for n in versions]
 
 
 def test_reading_a_cache_and_products_of_8_bits():
@@ -301,19 +341,16 @@ def test_reading_a_cache_and_products_of_8_bits():
 
 
 def test_subgraphs_define_their_sites_in_the_module():
-    @torch.compiler.nested_compile_region
-    def layer(q, k, v):
-        return fa_ops.attention(q, k, v, is_causal=True)
-
-    def model(q, k, v):
-        return layer(layer(q, k, v), k, v)
+    def model(choose, q, k, v):
+        causal, full = (lambda *x, c=c: fa_ops.attention(*x, is_causal=c) for c in (True, False))
+        return torch.cond(choose, causal, full, (q, k, v))
 
     args = qkv()
-    _, out, code = compiled(model, *args)
-    assert_close(out, model(*args))
+    function, out, code = compiled(model, torch.tensor(True), *args)
+    assert_close(out, fa_ops.attention(*args, is_causal=True))
+    assert_close(function(torch.tensor(False), *args), fa_ops.attention(*args))
     names = re.findall(r"^(\w+) = torch.ops.fa.call_site", code, re.MULTILINE)
-    assert len(names) == len(set(names)) == 2  # for each layout of the query
-    assert code.count("import fa_ops") == 1
+    assert len(names) == len(set(names)) == 2 and "\nimport fa_ops\n" in code
 
 
 # torch has no asserts in generated graphs, and fails where they are on
