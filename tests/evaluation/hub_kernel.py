@@ -112,10 +112,17 @@ def sources(namespace: str) -> dict[str, str]:
 def _public_names() -> str:
     """`fa_ops/__init__.py` without what changes other packages, and the functions of flash-attn."""
     source = (_ROOT / "__init__.py").read_text()
-    for line in ("from fa_ops import compat\n", '    "compat",\n'):
-        assert line in source, line
-        source = source.replace(line, "")
-    return f"{source}\nfrom fa_ops.compat.flash_attn import {', '.join(flash_attn.__all__)}\n"
+    left_out = (
+        "from fa_ops import compat\n", '    "compat",\n',
+        "    from fa_ops import testing as testing\n",
+        '"testing"',  # a name of the tuple of submodules
+    )  # fmt: skip
+    for part in left_out:
+        assert part in source, part
+        source = source.replace(part, "")
+    names = flash_attn.__all__
+    functions = f"from fa_ops.compat.flash_attn import {', '.join(names)}\n"
+    return f"{source}\n{functions}\n__all__ += {names!r}\n"
 
 
 def _files() -> Iterator[str]:
