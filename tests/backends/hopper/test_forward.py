@@ -407,3 +407,42 @@ def test_a_row_without_keys(kernel):
     q, k, v, kept = inputs(3)
     found, _, lse = attend(kernel, q, k, v, np.zeros(150), 0, 150, 0.2)
     assert found == 1 and lse == -np.inf
+
+
+SOFTCAP = r"""
+#include <cmath>
+using u32 = unsigned;
+#define DEVICE inline
+constexpr float LOG2E = 1.4426950408889634f;
+static bool __all_sync(u32, bool x) { return x; }
+static float exp2_fast(float x) { return exp2f(x); }
+static float reciprocal_fast(float x) { return 1.f / x; }
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [1, 2])
+def test_softcaps_of_small_and_large_scores(kind, tmp_path):
+    """A polynomial up to half of the softcap, for all scores of a warp or for none."""
+    text = (structs.SOURCES / "ptx.cuh").read_text()
+    functions = text[text.index("// With an absolute error of 1e-7.") :]
+    functions = functions[: functions.index("#endif")] + "#endif\n"
+    run = (
+        'extern "C" void run(float (&s)[8], float scale) { softcap_scores(s, scale); }\n'
+        f'extern "C" float one(float x) {{ return softcap_tanh(x); }}\n'
+    )
+    ptx = f"#define HAS_SOFTCAP {kind}\n{SOFTCAP}{functions}"
+    library = built(tmp_path, "softcap", run, ptx)
+    library.one.restype = ctypes.c_float
+    for largest, error in {0.5: 1e-6, 0.1: 1.5e-6, 3.0: 1e-6, 60.0: 1e-6}.items():
+        for scale in (0.0025, -1.7, 300.0, 3e-5, 9e4, 1e-7, 1e30):
+            x = torch.linspace(-1, 1, 8) * largest * 0.9999 / scale
+            expected = torch.tanh(x.double() * scale)
+            found = x.clone()
+            library.run(ctypes.c_void_p(found.data_ptr()), ctypes.c_float(scale))
+            assert (found - expected).abs().max() <= error * expected.abs().max(), (largest, scale)
+    x = torch.tensor([0.01, 0.2, -0.3, 0.5001, float("nan"), float("inf"), -70.0, 0.0])
+    found = x.clone()
+    library.run(ctypes.c_void_p(found.data_ptr()), ctypes.c_float(1.0))
+    one = torch.tensor([library.one(ctypes.c_float(value)) for value in x.tolist()])
+    assert torch.equal(found.nan_to_num(7.0), one.nan_to_num(7.0))  # one is large: all are exact

@@ -477,8 +477,7 @@ struct ForwardConsumer {
   // All operations between the product of the scores and the softmax.
   DEVICE void modify_scores(int block, const BlockRange& n) {
 #if HAS_SOFTCAP
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) s[i] = softcap_tanh(s[i] * p.tanh_scale);
+    softcap_scores(s, p.tanh_scale);
 #endif
 #if HAS_ALIBI
     const AlibiBlock x = alibi.block(column(block, 0));

@@ -88,9 +88,9 @@ struct KeyConsumerBase {
   DEVICE void apply_softcap([[maybe_unused]] float (&s)[SCORES],
                             [[maybe_unused]] float (&tanh_grad)[SCORES]) const {
 #if HAS_SOFTCAP
+    softcap_scores(s, p.tanh_scale);
 #pragma unroll
-    for (int i = 0; i < SCORES; i++)
-      s[i] = softcap_tanh(s[i] * p.tanh_scale), tanh_grad[i] = 1.f - s[i] * s[i];
+    for (int i = 0; i < SCORES; i++) tanh_grad[i] = 1.f - s[i] * s[i];
 #endif
   }
 

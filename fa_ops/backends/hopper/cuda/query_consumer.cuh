@@ -177,6 +177,9 @@ struct QueryConsumer {
     for (int w = 0; w < QUERY_BLOCK_N / 64; w++)
       rows[0][w] = kept[0][w] >> first_bit(), rows[1][w] = kept[1][w] >> first_bit();
 #endif
+#if HAS_SOFTCAP
+    softcap_scores(s, p.tanh_scale);
+#endif
 #if HAS_ALIBI
     const AlibiBlock at = alibi.block(n0 + (lane & 3) * 2);
 #endif
@@ -185,7 +188,6 @@ struct QueryConsumer {
       const int r = i >> 1 & 1, j = n0 + column_offset(i) + (lane & 3) * 2;
       float x = s[i];
 #if HAS_SOFTCAP
-      x = softcap_tanh(x * p.tanh_scale);
       const float tanh_grad = 1.f - x * x;
 #endif
 #if HAS_ALIBI
