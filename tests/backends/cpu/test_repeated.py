@@ -111,6 +111,16 @@ def test_a_repeated_call_is_the_kernel_and_little_else(name):
     assert found == expected and found.frames <= limit, (found, found.frames)
 
 
+def test_large_results_are_copied_by_rows_of_the_batch():
+    q, k, v = (torch.randn(4, 8, 128, 64) for _ in range(3))
+    for is_causal in (False, True):
+        call = partial(fa_ops.attention, q, k, v, is_causal=is_causal)
+        assert operations(call).count(KERNEL) == 4
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        torch.testing.assert_close(call(), expected)
+        assert call().transpose(1, 2).is_contiguous()
+
+
 VIEWS = {"as_strided", "transpose", "flatten"}
 
 
