@@ -429,7 +429,7 @@ def test_softcaps_of_small_and_large_scores(kind, tmp_path):
     functions = functions[: functions.index("#endif")] + "#endif\n"
     run = (
         'extern "C" void run(float (&s)[8], float scale) { softcap_scores(s, scale); }\n'
-        f'extern "C" float one(float x) {{ return softcap_tanh(x); }}\n'
+        'extern "C" float one(float x) { return softcap_tanh(x); }\n'
     )
     ptx = f"#define HAS_SOFTCAP {kind}\n{SOFTCAP}{functions}"
     library = built(tmp_path, "softcap", run, ptx)
