@@ -367,6 +367,15 @@ def test_other_ways_to_write_code(options):
         assert_close(function(*args), fa_ops.attention(*args))
 
 
+def test_generated_cpp_calls_the_operator():
+    args = qkv()
+    with config.patch(cpp_wrapper=True):
+        function, out, code = compiled(lambda *args: fa_ops.attention(*args), *args)
+        assert_close(out, fa_ops.attention(*args))
+        assert_close(function(*args), fa_ops.attention(*args))
+    assert sites(code) == [] and re.search(r"\bfa(::|\.)attention\b", code)
+
+
 def test_code_from_the_cache_runs_in_a_new_process(tmp_path):
     """Without a compilation, where the first process has left the code."""
     code = """
