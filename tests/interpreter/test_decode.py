@@ -316,7 +316,7 @@ def test_a_prepared_dense_call():
     kernel, run = dense_plan(q, k, v, spec)
     assert kernel == "split-KV decoding"
     expected = reference.forward(call_of(2 * q, k, v, spec))[0]
-    found, lse = run(2 * q, k, v, spec.operands, False)
+    found, lse = run(2 * q, k, v, call_of(q, k, v, spec).operands, False)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert lse is None
     kernel, _ = dense_plan(q, k[:, :, :100], v[:, :, :100], spec)
@@ -335,7 +335,7 @@ def test_a_prepared_dense_call_reads_lengths_and_ranges_anew(names):
         assert kernel == "split-KV decoding"
         run = run or first
         expected = reference.forward(call_of(q, k, v, spec))[0]
-        found, _ = run(q, k, v, spec.operands, False)
+        found, _ = run(q, k, v, call_of(q, k, v, spec).operands, False)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     kernel, _ = dense_plan(q, k[:, :, :100], v[:, :, :100], spec)
     assert kernel == "forward"

@@ -46,13 +46,25 @@ class Counting:
     def __init__(self, monkeypatch) -> None:
         self.calls = 0
         cpu = fa_ops.plans.dispatch.load("cpu")
-        forward = cpu.forward
+        plan_of = cpu.plan
 
-        def counted(*args):
-            self.calls += 1
-            return forward(*args)
+        def plan(call):
+            real = plan_of(call)
+            return real if call.is_backward else real._replace(prepare=self.counted(real.prepare))
 
-        monkeypatch.setattr(cpu, "forward", counted)
+        monkeypatch.setattr(cpu, "plan", plan)
+
+    def counted(self, prepare):
+        def prepared(call):
+            run = prepare(call)
+
+            def counted(*args):
+                self.calls += 1
+                return run(*args)
+
+            return counted
+
+        return prepared
 
 
 @pytest.mark.parametrize("saved, calls", [(True, 1), (False, 2)])

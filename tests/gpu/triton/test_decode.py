@@ -157,21 +157,17 @@ def test_batches(B, Hkv):
 
 def test_concurrent_streams():
     problems = [
-        groups(CacheCase(S=4000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", seed=n).fresh())
+        CacheCase(S=4000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", seed=n).fresh()
         for n in range(2)
     ]
-    expected = [decode.cache_forward(*p)[0] for p in problems]
+    expected = [decode.cache_forward(call)[0] for call in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     results = [[], []]
     for _ in range(20):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[n].append(
-                    decode.cache_forward(
-                        call_of(*problems[n][:3], problems[n][4], cache=problems[n][3])
-                    )[0]
-                )
+                results[n].append(decode.cache_forward(problems[n])[0])
     torch.cuda.synchronize()
     assert all(torch.equal(x, expected[n]) for n in range(2) for x in results[n])
 
