@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.backends.cpu import repeated
+from fa_ops.backends.cpu import torch_kernel
 from fa_ops.backends.cpu.dense import backward, forward
 from fa_ops.backends.cpu.quantized import quantized_forward
 from fa_ops.backends.cpu.sequences import append, cache_forward, varlen_backward, varlen_forward
@@ -29,23 +29,27 @@ def plan(call: Call) -> Plan:
     if call.is_quantized:
         return general("8-bit forward", quantized_forward)
     if call.is_cached and call.writes_cache:
-        reader = _reading(call.read_only())
-        return append_then_attend(Plan("append", _appending), reader)._replace(kernel=reader.kernel)
-    return _reading(call)
+        reader = _reader_plan(call.read_only())
+        return append_then_attend(Plan("append", _append_run), reader)._replace(
+            kernel=reader.kernel
+        )
+    return _reader_plan(call)
 
 
-def _reading(call: Call) -> Plan:
+def _reader_plan(call: Call) -> Plan:
     """The plan of calls that write nothing."""
     whole = general_plan(call, forward, backward, varlen_forward, varlen_backward, cache_forward)
-    return Plan(whole.kernel, lambda call: repeated.prepare(call, whole.prepare(call)))
+    return Plan(whole.kernel, lambda call: torch_kernel.prepare(call, whole.prepare(call)))
 
 
-def _appending(call: Call) -> Run:
+def _append_run(call: Call) -> Run:
     """What writes the new keys and values of calls, and rotates their queries."""
     options = call.options
 
     def write(q, k, v, operands):
-        with repeated.below_autograd():  # `ops.kv_cache` tells autograd of the new version, once
+        with (
+            torch_kernel.below_autograd()
+        ):  # `ops.kv_cache` tells autograd of the new version, once
             return append(Call(q, k, v, operands, options))
 
     return write

@@ -1,4 +1,4 @@
-"""What runs a repeated call on the CPU: torch's kernel, with everything else prepared by its plan.
+"""What runs the calls of a plan on the CPU: torch's kernel, with everything else prepared once.
 
 `dense` divides each call into pieces, and reads its inputs before the kernel runs, because a NaN or
 Inf that a row does not attend spreads as a product with a weight of 0. Here both follow from the

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends.cpu import repeated
+from fa_ops.backends.cpu import torch_kernel
 from fa_ops.plans import planning
 
 PACKAGE = str(pathlib.Path(fa_ops.__file__).parent)
@@ -96,7 +96,7 @@ CALLS = {
 
 
 def operations(call):
-    """Those of the call when it is repeated."""
+    """Those of the call when it is torch_kernel."""
     for _ in range(3):
         call()
     with Operations() as found:
@@ -146,7 +146,7 @@ def test_a_repeated_backward_pass_is_the_kernel_and_little_else(name):
 def runs_of(call, monkeypatch):
     """The plan's run of a call, and how often it was left to `dense`."""
     left = []
-    real = repeated.prepare
+    real = torch_kernel.prepare
 
     def prepare(described, otherwise):
         def counted(*args):
@@ -155,7 +155,7 @@ def runs_of(call, monkeypatch):
 
         return real(described, counted)
 
-    monkeypatch.setattr(repeated, "prepare", prepare)
+    monkeypatch.setattr(torch_kernel, "prepare", prepare)
     planning.forget()
     return call(), left
 
