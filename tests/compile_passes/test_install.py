@@ -20,7 +20,7 @@ import compile_passes
 from compile_passes.install import HASHED_SOURCES, FusionPass, fa_ops
 from tests.compile_passes.helpers import qkv, results
 
-CALL = "torch.ops.fa.attention.default("
+CALL = "torch.ops.fa.call_site('attention'"
 
 
 def plain(q, k, v):

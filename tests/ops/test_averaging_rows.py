@@ -187,7 +187,7 @@ def test_opcheck(requires_grad):
     [
         (
             "averaging_rows", torch.ones(B, Hq, Sq), TypeError,
-            "averaging_rows must be bool, got float32",
+            "averaging_rows must be bool, got float32: pass averaging_rows.bool()",
         ),
         (
             "averaging_rows", torch.ones(Sq, dtype=torch.bool), ValueError,

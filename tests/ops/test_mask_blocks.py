@@ -81,7 +81,8 @@ def test_lists_are_those_of_the_definition(shape, dtype):
 @pytest.mark.parametrize("function", [fa_ops.mask_blocks, masks.MASK_BLOCKS])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_errors(function, device):
-    with pytest.raises(TypeError, match="^attn_mask must be bool, .* or float64, got int32$"):
+    message = r"^attn_mask must be bool, .* or float64, got int32: pass attn_mask\.bool\(\)$"
+    with pytest.raises(TypeError, match=message):
         function(torch.ones(5, 7, dtype=torch.int32, device=device))
     with pytest.raises(ValueError, match=r"^attn_mask must have up to four .*, got shape \(1, 2"):
         function(torch.ones(1, 2, 1, 5, 7, device=device))

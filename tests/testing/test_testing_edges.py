@@ -65,16 +65,31 @@ def test_an_arena_finds_overwritten_memory(where):
     arena.check()  # the first check dropped all buffers
 
 
+def run_otherwise(monkeypatch, change):
+    """Forward passes of the CPU backend are run by `change(run)`."""
+    plan_of = cpu.plan
+
+    def plan(call):
+        plan = plan_of(call)
+        if call.is_backward:
+            return plan
+        return plan._replace(prepare=lambda call: change(plan.prepare(call)))
+
+    monkeypatch.setattr(cpu, "plan", plan)
+
+
 def test_writes_after_a_result_are_found(monkeypatch):
-    right = cpu.forward
+    def with_write(run):
+        def forward(*args):
+            out, lse = run(*args)
+            placed = torch.empty_like(out).copy_(out)
+            end = placed.storage_offset() + placed.numel()
+            torch.as_strided(placed, (1,), (1,), end).fill_(1.0)
+            return placed, lse
 
-    def forward(call):
-        out, lse = right(call)
-        placed = torch.empty_like(out).copy_(out)
-        torch.as_strided(placed, (1,), (1,), placed.storage_offset() + placed.numel()).fill_(1.0)
-        return placed, lse
+        return forward
 
-    monkeypatch.setattr(cpu, "forward", forward)
+    run_otherwise(monkeypatch, with_write)
     with pytest.raises(AssertionError, match="4 bytes after a tensor of .* were overwritten"):
         assert_right(CASE, "cpu", Arena())
 
@@ -187,8 +202,7 @@ def test_invalid_lengths_must_be_refused_on_the_cpu(case, monkeypatch):
     assert_right(case, "cpu")
     monkeypatch.setattr(checks, "cu_seqlens", lambda *_: None)
     monkeypatch.setattr(cache_checks, "values", lambda *_: None)
-    monkeypatch.setattr(cpu, "varlen_forward", lambda call: (call.query, call.query))
-    monkeypatch.setattr(cpu, "cache_forward", lambda call: (call.query, call.query))
+    run_otherwise(monkeypatch, lambda run: lambda q, *_: (q, q))
     with pytest.raises(AssertionError, match="accepted, although .* is wrong"):
         assert_right(case, "cpu")
 

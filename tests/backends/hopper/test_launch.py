@@ -189,7 +189,7 @@ def test_packed_sequences_compile_both_kernels_at_once(events, monkeypatch):
 def test_programs_are_compiled_at_the_same_time(monkeypatch):
     both = threading.Barrier(2)
 
-    def compiled(program):
+    def compiled(program, _):
         both.wait(10)
         return program.source.encode()
 
