@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import fa_ops
+from fa_ops.ops.inductor import CallSite
 from fa_ops.plans import planning
 
 ROUNDS = 5
@@ -190,31 +191,33 @@ def _resident(field: str) -> int:
 
 
 def attention_calls(step: Callable[[], object]) -> int:
-    """The number of attention calls of a step, by the public function or by the operator.
+    """The number of attention calls of a step, by the public function, the operator or both.
 
-    Compiled code calls the operator; the function may call a backend without the operator.
+    The function, and the call sites of the code that Inductor generates, may run a plan without the
+    operator.
     """
     calls, within = 0, False
-    attention, run = fa_ops.attention, planning.run
+    attention, run, at_site = fa_ops.attention, planning.run, CallSite.__call__
 
-    def function(*args, **options):
-        nonlocal calls, within
-        calls, within = calls + 1, True
-        try:
-            return attention(*args, **options)
-        finally:
-            within = False
+    def counted(function):
+        def outer(*args, **options):
+            nonlocal calls, within
+            if within:
+                return function(*args, **options)
+            calls, within = calls + 1, True
+            try:
+                return function(*args, **options)
+            finally:
+                within = False
 
-    def operator(*args, **options):
-        nonlocal calls
-        calls += not within
-        return run(*args, **options)
+        return outer
 
-    fa_ops.attention, planning.run = function, operator
+    fa_ops.attention, planning.run = counted(attention), counted(run)
+    CallSite.__call__ = counted(at_site)
     try:
         step()
     finally:
-        fa_ops.attention, planning.run = attention, run
+        fa_ops.attention, planning.run, CallSite.__call__ = attention, run, at_site
     return calls
 
 

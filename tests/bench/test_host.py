@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
 import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
+import fa_ops
 from fa_ops.bench import host
+from fa_ops.bench.timing import attention_calls
 from fa_ops.cli import bench as app
 
 FORWARD = {
@@ -82,3 +85,18 @@ def test_sdpa_rows_enable_only_the_named_kernel(monkeypatch):
     monkeypatch.setattr(host, "_compiled", lambda *args: {})  # which cannot have a spy
     results(("sdpa flash",))
     assert len(enabled) == 3 and set(enabled) == {(True, False)}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_attention_calls_are_counted(backend):
+    def step(q):
+        out = fa_ops.attention(q, q, q, is_causal=True)
+        return fa_ops.attention(out.sin(), q, q)
+
+    q = torch.randn(1, 2, 9, 8)
+    if backend is not None:
+        step = torch.compile(step, backend=backend)
+    step(q)
+    assert attention_calls(lambda: step(q)) == 2
+    assert attention_calls(lambda: torch.ops.fa.attention(q, q, q)) == 1
+    assert attention_calls(q.sin) == 0
