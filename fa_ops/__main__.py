@@ -13,7 +13,7 @@ def main() -> None:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
         print(
-            f"the commands of fa_ops need typer and rich ({error}): pip install 'fa-ops[cli]'",
+            f"the commands of fa_ops need typer and rich ({error}): pip install 'typer>=0.19' rich",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -11,24 +11,12 @@ Without the import, transformers raises a ValueError for an unknown implementati
 
 from __future__ import annotations
 
-import re
-from importlib import metadata
+from hf_integration.requirements import failed_import
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
-    try:
-        found = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        found = "none"
-    if [int(n) for n in re.findall(r"\d+", found)[:2]] >= [5, 17]:
-        cause = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise ImportError(f"transformers {found} cannot be imported: {cause}") from error
-    raise ImportError(
-        f"hf_integration needs transformers 5.17 or later, found {found}: pip install 'fa-ops[hf]'"
-    ) from error
+    raise failed_import("hf_integration", "transformers", "5.17", error) from error
 
 from hf_integration import decoding, flash_name, hooks, operators, unsupported_models
 from hf_integration.attention import fa_ops_8bit_attention_forward, fa_ops_attention_forward

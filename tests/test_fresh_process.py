@@ -88,7 +88,7 @@ print(tuple(fa_ops.attention(q, q, q).shape), nvrtc.cache_dir().name)
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 @pytest.mark.parametrize("command", ["doctor", "bench --help"])
-def test_commands_without_their_dependencies_name_the_extra(missing, command):
+def test_commands_without_their_dependencies_say_how_to_install_them(missing, command):
     code = f"""
 import runpy, sys
 sys.modules["{missing}"] = None
@@ -99,7 +99,7 @@ runpy.run_module("fa_ops", run_name="__main__")
     (line,) = result.stderr.splitlines()
     assert result.returncode == 2 and result.stdout == ""
     assert line.startswith("the commands of fa_ops need typer and rich (")
-    assert missing in line and line.endswith("pip install 'fa-ops[cli]'")
+    assert missing in line and line.endswith("pip install 'typer>=0.19' rich")
 
 
 def test_calls_on_the_cpu_import_neither_triton_nor_the_reference():

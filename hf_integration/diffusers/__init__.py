@@ -12,12 +12,12 @@ before the first model of diffusers is imported.
 
 from __future__ import annotations
 
+from hf_integration.requirements import failed_import
+
 try:
     import diffusers  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        "hf_integration.diffusers needs diffusers 0.42 or later: pip install 'fa-ops[diffusers]'"
-    ) from error
+    raise failed_import("hf_integration.diffusers", "diffusers", "0.42", error) from error
 
 from hf_integration.diffusers import registration  # noqa: F401  # before diffusers' models are imported
 from hf_integration.diffusers.attention import mask_counts

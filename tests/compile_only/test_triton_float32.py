@@ -33,16 +33,36 @@ SPILLS = {
     "key_value_grad_kernel": {32: 384, 64: 88, 128: 64},
     "parts_kernel": dict.fromkeys((32, 64, 128), 0),
 }
-# The same where Triton 3.6 and its ptxas 12.8 keep more, by architecture. The kernels are the same.
-if launch.VERSION < (3, 7):
-    OLDER = {
+# The same numbers where other releases of Triton than 3.7, and their ptxas, keep more, by
+# architecture, and what packed calls have more than dense ones. The tiles are the same.
+MORE_SPILLS = {
+    (3, 6): {
         (80, "query_grad_kernel", 64): 96,
         (80, "key_value_grad_kernel", 64): 592,
         (90, "key_value_grad_kernel", 32): 400,
         **{(100, "parts_kernel", D): 8 for D in (32, 64, 128)},
-    }
-else:
-    OLDER = {}
+    },
+    (3, 8): {(100, "key_value_grad_kernel", 64): 192},
+    (3, 9): {
+        (90, "key_value_grad_kernel", 32): 400,
+        (90, "forward_kernel", 64): 72,
+        (90, "query_grad_kernel", 64): 96,
+        (90, "key_value_grad_kernel", 64): 96,
+        (90, "query_grad_kernel", 128): 32,
+        (90, "key_value_grad_kernel", 128): 352,
+        (100, "key_value_grad_kernel", 64): 136,
+    },
+}.get(launch.VERSION, {})
+MORE_OF_PACKED = {(3, 6): 80, (3, 8): 56, (3, 9): 160}.get(launch.VERSION, 40)
+# Kernels for Hopper that read or write spilled values in their loops.
+SPILLING_LOOPS = {("key_value_grad_kernel", 32)} | {
+    (3, 8): {("forward_kernel", 32), ("forward_kernel", 64)},
+    (3, 9): {
+        ("forward_kernel", 64),
+        ("query_grad_kernel", 64),
+        ("key_value_grad_kernel", 128),
+    },
+}.get(launch.VERSION, set())
 
 
 def meta(*shape, dtype=torch.float32):
@@ -108,7 +128,7 @@ def test_fits(arch, D, run, compiled, tmp_path):
     kernels = compiled(arch, run(D, Spec(is_causal=True), S=250))
     assert len(kernels) == (2 if run is forward else 3)
     for name, kernel in kernels.items():
-        assert_fits(kernel, arch, tmp_path, OLDER.get((arch, name, D), SPILLS[name][D]))
+        assert_fits(kernel, arch, tmp_path, MORE_SPILLS.get((arch, name, D), SPILLS[name][D]))
 
 
 @pytest.mark.parametrize("D", [32, 64, 128])
@@ -120,7 +140,7 @@ def test_products_on_hopper(D, compiled, tmp_path):
     for name, count in products.items():
         loop = innermost_loop(disassembled(kernels[name].asm["cubin"], tmp_path))
         assert sum("HGMMA" in one for one in loop) >= 6 * count, name
-        if (name, D) != ("key_value_grad_kernel", 32):
+        if (name, D) not in SPILLING_LOOPS:
             assert not any(one.startswith(("LDL", "STL")) for one in loop), name
 
 
@@ -151,6 +171,4 @@ def test_packed_compiles(compiled, tmp_path):
 
     for name, kernel in compiled(90, run).items():
         # with the bounds of sequences
-        assert_fits(
-            kernel, 90, tmp_path, SPILLS[name][64] + (80 if launch.VERSION < (3, 7) else 40)
-        )
+        assert_fits(kernel, 90, tmp_path, SPILLS[name][64] + MORE_OF_PACKED)

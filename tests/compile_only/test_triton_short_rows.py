@@ -53,8 +53,9 @@ def compiled(monkeypatch):
 
 
 def assert_fits_in_the_loop(kernel, arch, folder):
-    """Threads keep few values in memory in the loop over the batch; more with Triton 3.6."""
-    stack, accesses = (144, 34) if launch.VERSION < (3, 7) else (48, 3)
+    """Threads keep few values in memory in the loop over the batch; more with some releases."""
+    more = {(3, 6): (144, 34), (3, 8): (48, 7), (3, 9): (80, 19)}
+    stack, accesses = more.get(launch.VERSION, (48, 3))
     assert_fits(kernel, arch, folder, stack)
     loop = main_loop(disassembled(kernel.asm["cubin"], folder))
     assert sum(name.startswith(("LDL", "STL")) for name in loop) <= accesses

@@ -209,10 +209,17 @@ def test_an_import_that_fails_within_transformers_says_why(tmp_path):
     assert "no operator nms" in run.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("version", ["5.16.2", "5.17.0", "6.0.0"])
-def test_only_an_older_release_is_said_to_be_too_old(version, tmp_path):
+@pytest.mark.parametrize(
+    "package, version, user",
+    [
+        ("transformers", "5.16.2", "hf_integration"), ("transformers", "5.17.0", ""),
+        ("transformers", "6.0.0", ""), ("diffusers", "0.41.9", "hf_integration.diffusers"),
+        ("diffusers", "0.42.0", ""),
+    ],
+)  # fmt: skip
+def test_only_an_older_release_is_said_to_be_too_old(package, version, user, tmp_path):
     """The package has the errors of a lazy import: the cause is two errors below the last."""
-    package = tmp_path / "transformers"
+    name, package = package, tmp_path / package
     package.mkdir()
     package.joinpath("__init__.py").write_text(
         "try:\n"
@@ -223,19 +230,21 @@ def test_only_an_older_release_is_said_to_be_too_old(version, tmp_path):
         "except ValueError as error:\n"
         "    raise ImportError('no name') from error\n"
     )
-    info = tmp_path / f"transformers-{version}.dist-info"
+    info = tmp_path / f"{name}-{version}.dist-info"
     info.mkdir()
     info.joinpath("METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n"
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
     run = subprocess.run(
-        [sys.executable, "-c", "import hf_integration"],
+        [sys.executable, "-c", f"import hf_integration{'.diffusers' * (name == 'diffusers')}"],
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},
     )  # fmt: skip
     last = run.stderr.strip().splitlines()[-1]
-    if version == "5.16.2":
-        assert "hf_integration needs transformers 5.17 or later, found 5.16.2" in last
+    if user:
+        oldest = {"transformers": "5.17", "diffusers": "0.42"}[name]
+        expected = f"{user} needs {name} {oldest} or later, found {version}: "
+        assert last.endswith(f"{expected}pip install '{name}>={oldest}'")
     else:
-        assert f"transformers {version} cannot be imported: no operator nms" in last
+        assert f"{name} {version} cannot be imported: no operator nms" in last
     assert "ImportError: no name" in run.stderr

@@ -97,7 +97,7 @@ def test_calls_run_plans(planned, operator, call, name):
     assert_close(actual, (*expected, *wanted))
     code = "\n".join(code)
     assert len(sites(code)) == 2 and "default(" not in code
-    train()  # torch watches the first call of compiled code for results that alias each other
+    train()  # the first call of compiled code looks for results that alias each other
     planned.clear()
     assert_close(train(), (*expected, *wanted))
     assert planned == []

@@ -30,9 +30,8 @@ def plan(call: Call) -> Plan:
         return general("8-bit forward", quantized_forward)
     if call.is_cached and call.writes_cache:
         reader = _reader_plan(call.read_only())
-        return append_then_attend(Plan("append", _append_run), reader)._replace(
-            kernel=reader.kernel
-        )
+        plan = append_then_attend(Plan("append", _append_run), reader)
+        return plan._replace(kernel=reader.kernel)
     return _reader_plan(call)
 
 
@@ -47,9 +46,8 @@ def _append_run(call: Call) -> Run:
     options = call.options
 
     def write(q, k, v, operands):
-        with (
-            torch_kernel.below_autograd()
-        ):  # `ops.kv_cache` tells autograd of the new version, once
+        # `ops.kv_cache` tells autograd of the new version, once
+        with torch_kernel.below_autograd():
             return append(Call(q, k, v, operands, options))
 
     return write
