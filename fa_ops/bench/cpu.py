@@ -253,7 +253,9 @@ def run_small(rounds: int = 200, threads: int = 1, only: str | None = None) -> l
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return [_small_row(n, *known[n], rounds) for n in matching(only, known, "problem")]
+        names = matching(only, known, "problem")
+        steps = report.watched(names, "small", "cpu", ["fa_ops cpu", "SDPA"])
+        return [_small_row(name, *known[name], rounds) for name in steps]
     finally:
         torch.set_num_threads(before)
 

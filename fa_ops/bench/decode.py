@@ -236,6 +236,7 @@ def main(
     if not torch.cuda.is_available():
         raise typer.BadParameter("decoding is measured on a GPU, but torch finds no CUDA device")
     if preset == "host":
+        report.header("decode host", "cuda", ["fa_ops"])
         times = host_times()
         console.print(host.table(times))
         if json is not None:

@@ -218,7 +218,8 @@ def main(
     if reason := hopper.available_error():
         raise typer.BadParameter(f"first calls are measured on the Hopper backend, which {reason}")
     try:
-        measured = [[row(family) for _ in range(rounds)] for family in chosen]
+        steps = report.watched(chosen, "first", "cuda", ["hopper"], "families", lambda f: f.name)
+        measured = [[row(family) for _ in range(rounds)] for family in steps]
     except RuntimeError as error:
         raise SystemExit(str(error)) from None
     rows = [_median(family_rows) for family_rows in measured]

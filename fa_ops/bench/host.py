@@ -165,6 +165,7 @@ def main(
 ) -> None:
     """Measure the host time of a small call and its parts, without and with gradients."""
     device, console = options.device(device), Console()
+    report.header("host", device, ["fa_ops", "F.sdpa"], f"{bursts} bursts")
     times = host_times(runs(device), device, bursts)
     console.print(table(times))
     if device == "cpu":

@@ -21,19 +21,26 @@ import fa_ops
 Step = TypeVar("Step")
 
 
+def header(what: str, device: str, names: Collection[str], extent: str = "") -> Console:
+    """Print what runs on which device, of which extent, and the implementations, to stderr.
+
+    Returns the console, for more.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    extent = f"{extent}; " if extent else ""
+    console.print(f"{what}, {_device_name(device)}: {extent}{', '.join(names)}", markup=False)
+    return console
+
+
 def watched(
     steps: Sequence[Step], what: str, device: str, names: Collection[str], noun: str = "problems",
     name: Callable[[Step], str] = str,
 ) -> Iterator[Step]:  # fmt: skip
     """The steps of a command, each of which is named on stderr while it runs.
 
-    A header comes first: what runs on which device, and the implementations. In a terminal the
-    current step is beside a bar, elsewhere it is a line.
+    The header comes first. In a terminal the current step is beside a bar, elsewhere it is a line.
     """
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(
-        f"{what}, {_device_name(device)}: {len(steps)} {noun}; {', '.join(names)}", markup=False
-    )
+    console = header(what, device, names, f"{len(steps)} {noun}")
     if not console.is_terminal:
         for at, step in enumerate(steps, 1):
             console.print(f"{what} {at}/{len(steps)}: {name(step)}", markup=False)

@@ -97,7 +97,8 @@ def test_small_calls_are_measured_beside_sdpa_and_give_its_results():
     assert result.exit_code == 0, result.output
     names = list(cpu.small_problems())
     for name in names:
-        assert (name in result.output) == ("32 x 16" in name or "cache" in name), name
+        assert (name in result.stdout) == ("32 x 16" in name or "cache" in name), name
+    assert result.stderr.splitlines()[0].endswith(": 7 problems; fa_ops cpu, SDPA")
     for name, (ours, theirs) in cpu.small_problems().items():
         with torch.no_grad():
             found, expected = (one.call(*one.inputs) for one in (ours, theirs))

@@ -156,6 +156,7 @@ def test_the_command_prints_and_writes_the_results_of_its_processes(monkeypatch,
     path = tmp_path / "out.json"
     result = run("--only", "varlen", "--rounds", "2", "--json", str(path))
     assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[0] == "first, a GPU: 2 families; hopper"
     assert "first calls, a GPU" in result.output and "no other length compiled" in result.output
     content = json.loads(path.read_text())
     assert content["family"] == "first" and len(content["records"]) == 4

@@ -42,6 +42,7 @@ def test_every_row_has_a_time(tmp_path):
     options = ("--device", "cpu", "--bursts", "20", "--json", str(path))
     result = CliRunner().invoke(app, ["host", *options])
     assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[0].endswith(": 20 bursts; fa_ops, F.sdpa")
     us = {r["call"]: r["us"] for r in json.loads(path.read_text())["records"]}
     assert us.keys() == FORWARD | BACKWARD and min(us.values()) > 0
 
