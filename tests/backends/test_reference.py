@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fa_ops.backends import dropout, reference
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Call, Saved
 from fa_ops.testing import PackedCase, make_case
-from tests.groups import Packing, Spec, call_of, groups
 
 TINY = {"B": 2, "Hq": 4, "Hkv": 2, "Sq": 4, "Sk": 6, "D": 3, "Dv": 2, "dtype": torch.float64}
 CASES = {
@@ -34,30 +33,31 @@ CASES = {
 }
 
 
-def literal_score(q, k, spec: Spec, b: int, h: int, i: int, j: int, Sq: int, Sk: int) -> float:
+def literal_score(q, k, call: Call, b: int, h: int, i: int, j: int, Sq: int, Sk: int) -> float:
     """One score as the documentation defines it, -inf where masked."""
-    length = Sk if spec.kv_lens is None else int(spec.kv_lens[b])
+    t, o = call.operands, call.options
+    length = Sk if t.kv_lens is None else int(t.kv_lens[b])
     position = i + length - Sq
-    if j >= length or (spec.is_causal and j > position):
+    if j >= length or (o.is_causal and j > position):
         return -math.inf
-    if spec.window_left >= 0 and j < position - spec.window_left:
+    if o.window_left >= 0 and j < position - o.window_left:
         return -math.inf
-    if spec.window_right >= 0 and j > position + spec.window_right:
+    if o.window_right >= 0 and j > position + o.window_right:
         return -math.inf
-    if spec.key_ranges is not None:
-        lo, hi = spec.key_ranges.expand(len(q), len(q[0]), Sq, 2)[b, h, i].tolist()
+    if t.key_ranges is not None:
+        lo, hi = t.key_ranges.expand(len(q), len(q[0]), Sq, 2)[b, h, i].tolist()
         if not lo <= j < hi:
             return -math.inf
     group = len(q[0]) // len(k[0])
     s = sum(x * y for x, y in zip(q[b][h][i], k[b][h // group][j]))
-    s *= len(q[0][0][0]) ** -0.5 if spec.scale is None else spec.scale
-    if spec.softcap > 0:
-        s = spec.softcap * math.tanh(s / spec.softcap)
-    if spec.alibi_slopes is not None:
-        s -= spec.alibi_slopes.expand(len(q), len(q[0]))[b, h].item() * abs(position - j)
-    if spec.attn_mask is not None:
-        m = spec.attn_mask.expand(len(q), len(q[0]), Sq, Sk)[b, h, i, j].item()
-        s = (s if m else -math.inf) if spec.attn_mask.dtype == torch.bool else s + m
+    s *= len(q[0][0][0]) ** -0.5 if o.scale is None else o.scale
+    if o.softcap > 0:
+        s = o.softcap * math.tanh(s / o.softcap)
+    if t.alibi_slopes is not None:
+        s -= t.alibi_slopes.expand(len(q), len(q[0]))[b, h].item() * abs(position - j)
+    if t.attn_mask is not None:
+        m = t.attn_mask.expand(len(q), len(q[0]), Sq, Sk)[b, h, i, j].item()
+        s = (s if m else -math.inf) if t.attn_mask.dtype == torch.bool else s + m
     return s
 
 
@@ -77,27 +77,28 @@ def literal_hash(seed: int, batch_head: int, i: int, j: int) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_the_formula_in_loops(name):
     case = CASES[name]
-    q, k, v, spec = groups(case.fresh())
-    out, lse = reference.dense(call_of(q, k, v, spec))
-    ql, kl, vl = q.tolist(), k.tolist(), v.tolist()
+    call = case.fresh()
+    sinks, p_drop = call.operands.sinks, call.options.dropout_p
+    out, lse = reference.dense(call)
+    ql, kl, vl = (x.tolist() for x in call[:3])
     for b in range(case.B):
         for h in range(case.Hq):
             for i in range(case.Sq):
                 row = [
-                    literal_score(ql, kl, spec, b, h, i, j, case.Sq, case.Sk)
+                    literal_score(ql, kl, call, b, h, i, j, case.Sq, case.Sk)
                     for j in range(case.Sk)
                 ]
                 total = sum(math.exp(s) for s in row)
-                if spec.sinks is not None:
-                    total += math.exp(spec.sinks[h].item())
+                if sinks is not None:
+                    total += math.exp(sinks[h].item())
                 expected = math.log(total) if total else -math.inf
                 assert lse[b, h, i].item() == pytest.approx(expected, abs=1e-12)
                 p = [math.exp(s) / (total or 1.0) for s in row]
-                if spec.dropout_p:
-                    seed = int(spec.dropout_seed)
+                if p_drop:
+                    seed = int(call.operands.dropout_seed)
                     for j in range(case.Sk):
-                        kept = literal_hash(seed, b * case.Hq + h, i, j) >= spec.dropout_p * 2**32
-                        p[j] *= kept / (1 - spec.dropout_p)
+                        kept = literal_hash(seed, b * case.Hq + h, i, j) >= p_drop * 2**32
+                        p[j] *= kept / (1 - p_drop)
                 for d in range(case.Dv):
                     x = sum(p[j] * vl[b][h // 2][j][d] for j in range(case.Sk))
                     assert out[b, h, i, d].item() == pytest.approx(x, abs=1e-12)
@@ -105,17 +106,17 @@ def test_results_are_those_of_the_formula_in_loops(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name):
-    q, k, v, spec = groups(CASES[name].fresh(requires_grad=True))
-    extra = [] if spec.sinks is None else [spec.sinks]
-    mask = spec.attn_mask
+    call = CASES[name].fresh(requires_grad=True)
+    sinks, mask = call.operands.sinks, call.operands.attn_mask
+    extra = [] if sinks is None else [sinks]
     if mask is not None and mask.dtype != torch.bool and torch.isfinite(mask).all():
         extra.append(mask.requires_grad_())
 
-    def call(q, k, v, *extra):
-        out, lse = reference.dense(call_of(q, k, v, spec))
+    def attend(q, k, v, *extra):
+        out, lse = reference.dense(call._replace(query=q, key=k, value=v))
         return out, lse.masked_fill(lse == -math.inf, 0.0)
 
-    assert torch.autograd.gradcheck(call, (q, k, v, *extra))
+    assert torch.autograd.gradcheck(attend, (*call[:3], *extra))
 
 
 @pytest.mark.parametrize("margin", [0, 2])
@@ -125,22 +126,22 @@ def test_packed_sequences_are_dense_ones(margin, sinks):
         dtype=torch.float64, sinks=sinks, alibi="batch_heads", is_causal=True, dropout_p=0.2
     )
     case = PackedCase((3, 0, 5, 2), (4, 2, 0, 7), margin, features)
-    q, k, v, spec = groups(case.fresh())
-    out, lse = reference.varlen_forward(call_of(q, k, v, spec, packing=Packing(*case.packing())))
-    starts_q, starts_k = (ends.tolist() for ends in Packing(*case.packing())[:2])
+    call = case.fresh()
+    q, k, v = call[:3]
+    out, lse = reference.varlen_forward(call)
+    starts_q, starts_k = (ends.tolist() for ends in case.packing())
     covered = torch.zeros(len(q), dtype=torch.bool)
     for b, (Sq, Sk) in enumerate(zip(case.lengths_q, case.lengths_k)):
         rows = slice(starts_q[b], starts_q[b] + Sq)
         covered[rows] = True
         if not Sk:
             assert (out[rows] == 0).all()
-            expected = spec.sinks.view(-1, 1) if sinks else torch.tensor([[-math.inf]])
+            expected = call.operands.sinks.view(-1, 1) if sinks else torch.tensor([[-math.inf]])
             assert (lse[:, rows] == expected).all()
             continue
         keys = slice(starts_k[b], starts_k[b] + Sk)
         one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
-        alone = call_of(*one, spec).rows(slice(b, b + 1), *one)
-        o, m = reference.dense(alone, first_batch=b)
+        o, m = reference.dense(call.rows(slice(b, b + 1), *one), first_batch=b)
         torch.testing.assert_close(out[rows], o[0].transpose(0, 1))
         torch.testing.assert_close(lse[:, rows], m[0])
     assert (out[~covered] == 0).all() and (lse[:, ~covered] == -math.inf).all()
@@ -148,31 +149,26 @@ def test_packed_sequences_are_dense_ones(margin, sinks):
 
 def test_lengths_outside_the_keys_are_clamped():
     case = make_case(kv_lens=True, is_causal=True, alibi="heads", dtype=torch.float64)
-    q, k, v, spec = groups(case.fresh())
-    wrong = spec._replace(kv_lens=torch.tensor([-5, case.Sk + 9], dtype=torch.int32))
-    right = spec._replace(kv_lens=torch.tensor([0, case.Sk], dtype=torch.int32))
-    torch.testing.assert_close(
-        reference.dense(call_of(q, k, v, wrong)),
-        reference.dense(call_of(q, k, v, right)),
-        rtol=0,
-        atol=0,
+    wrong, right = (
+        case.fresh().changed(kv_lens=torch.tensor(lens, dtype=torch.int32))
+        for lens in ([-5, case.Sk + 9], [0, case.Sk])
     )
+    torch.testing.assert_close(reference.dense(wrong), reference.dense(right), rtol=0, atol=0)
 
 
 def test_the_widest_window_leaves_nothing_out():
-    q, k, v, spec = groups(make_case(dtype=torch.float64).fresh())
-    wide = spec._replace(window_left=2**63 - 1, window_right=2**63 - 1)
-    torch.testing.assert_close(
-        reference.dense(call_of(q, k, v, wide)), reference.dense(call_of(q, k, v, spec))
-    )
+    call = make_case(dtype=torch.float64).fresh()
+    wide = call.changed(window_left=2**63 - 1, window_right=2**63 - 1)
+    torch.testing.assert_close(reference.dense(wide), reference.dense(call))
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_bad_value_reaches_only_the_rows_that_attend_it(poison):
-    q, k, v, spec = groups(make_case(is_causal=True, Sq=20, Sk=20).fresh())
-    clean, _ = reference.dense(call_of(q, k, v, spec))
+    call = make_case(is_causal=True, Sq=20, Sk=20).fresh()
+    v = call.value
+    clean, _ = reference.dense(call)
     v[0, 1, 7, 3] = poison
-    out, _ = reference.dense(call_of(q, k, v, spec))
+    out, _ = reference.dense(call)
     touched = torch.zeros_like(out, dtype=torch.bool)
     touched[0, 2:, 7:, 3] = True  # the two query heads of kv head 1
     assert torch.isnan(out[touched]).all()
@@ -183,22 +179,23 @@ def test_backward_is_autograd():
     case = make_case(
         dtype=torch.float64, mask="float", mask_shape=(0, 1, 0, 1), mask_grad=True, sinks=True
     )
-    q, k, v, spec = groups(case.fresh(requires_grad=True))
-    out, lse = reference.dense(call_of(q, k, v, spec))
+    call = case.fresh(requires_grad=True)
+    q, k, v = call[:3]
+    t = call.operands
+    out, lse = reference.dense(call)
     grad_out, grad_lse = case.grad_outputs(out, lse)
-    wanted = (q, k, v, spec.attn_mask, spec.sinks)
+    wanted = (q, k, v, t.attn_mask, t.sinks)
     expected = torch.autograd.grad([out, lse], wanted, [grad_out, grad_lse])
-    actual = reference.backward(
-        call_of(q, k, v, spec, saved=Saved(grad_out, grad_lse, out, lse, True))
-    )
+    actual = reference.backward(call._replace(saved=Saved(grad_out, grad_lse, out, lse, True)))
     torch.testing.assert_close(tuple(actual), expected)
 
 
 def test_merge_states_of_disjoint_keys():
-    q, k, v, spec = groups(make_case(dtype=torch.float64, Sk=30).fresh())
-    whole = reference.dense(call_of(q, k, v, spec))
+    call = make_case(dtype=torch.float64, Sk=30).fresh()
+    k, v = call[1:3]
+    whole = reference.dense(call)
     parts = [
-        reference.dense(call_of(q, k[:, :, c], v[:, :, c], spec))
+        reference.dense(call._replace(key=k[:, :, c], value=v[:, :, c]))
         for c in (slice(0, 9), slice(9, 30))
     ]
     nothing = torch.zeros_like(whole[0]), torch.full_like(whole[1], -math.inf)

@@ -14,9 +14,8 @@ from fa_ops.backends.cpu import dense
 from fa_ops.backends.cpu import scores as tiles
 from fa_ops.backends.cpu.scores import attended_ranges
 from fa_ops.bench.timing import peak_memory
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case
-from tests.groups import Packing, Spec, call_of, groups
 from tests.kernels import assert_merges_into
 
 # more than one tile of rows and of keys
@@ -94,61 +93,59 @@ def test_head_dims(D, softcap):
     assert_close_to_oracle(case, "cpu")
 
 
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
 PIECES = {  # which calls are aten's, in how many pieces; None: the loop's
-    "full": (make_case(), Spec(), 1),
-    "causal": (make_case(), Spec(is_causal=True), 1),
-    "causal, all rows dead but one": (make_case(Sk=1), Spec(is_causal=True), 1),
-    "decode in a window": (make_case(Sq=1), Spec(is_causal=True, window_left=9), 1),
-    "a window that hides nothing": (make_case(), Spec(is_causal=True, window_left=99), 1),
-    "equal lengths": (make_case(), Spec(kv_lens=torch.tensor([9, 9])), 1),
-    "lengths": (make_case(), Spec(kv_lens=torch.tensor([9, 47]), is_causal=True), 2),
-    "a batch without keys": (make_case(), Spec(kv_lens=torch.tensor([0, 9])), 1),
-    "no keys at all": (make_case(), Spec(kv_lens=torch.tensor([0, 0])), 0),
+    "full": (make_case(), {}, 1),
+    "causal": (make_case(), {"is_causal": True}, 1),
+    "causal, all rows dead but one": (make_case(Sk=1), {"is_causal": True}, 1),
+    "decode in a window": (make_case(Sq=1), {"is_causal": True, "window_left": 9}, 1),
+    "a window that hides nothing": (make_case(), {"is_causal": True, "window_left": 99}, 1),
+    "equal lengths": (make_case(), {"kv_lens": int32(9, 9)}, 1),
+    "lengths": (make_case(), {"kv_lens": int32(9, 47), "is_causal": True}, 2),
+    "a batch without keys": (make_case(), {"kv_lens": int32(0, 9)}, 1),
+    "no keys at all": (make_case(), {"kv_lens": int32(0, 0)}, 0),
     "padding on the left": (
         make_case(Sq=47),
-        Spec(is_causal=True, key_ranges=torch.tensor([[3, 47], [11, 47]]).view(2, 1, 1, 2)),
+        {"is_causal": True, "key_ranges": int32(3, 47, 11, 47).view(2, 1, 1, 2)},
         2,
     ),
     "padding on the right": (
         make_case(Sq=47),
-        Spec(is_causal=True, key_ranges=torch.tensor([[0, 30], [0, 47]]).view(2, 1, 1, 2)),
+        {"is_causal": True, "key_ranges": int32(0, 30, 0, 47).view(2, 1, 1, 2)},
         None,  # rows beyond the padding still attend: neither a rectangle nor a triangle
     ),
-    "a bias": (make_case(), Spec(attn_mask=torch.randn(33, 47)), 1),
-    "a bias that needs a copy": (make_case(), Spec(attn_mask=torch.ones(33, 47).bool()), None),
-    "a mask of keys": (make_case(), Spec(attn_mask=torch.ones(2, 1, 1, 47).bool()), 1),
-    "a bias and causal": (make_case(), Spec(attn_mask=torch.zeros(1), is_causal=True), None),
-    "window": (make_case(), Spec(window_left=9), None),
-    "softcap": (make_case(), Spec(softcap=1.0), None),
-    "alibi": (make_case(), Spec(alibi_slopes=torch.ones(4)), None),
-    "dropout": (make_case(), Spec(dropout_p=0.1), None),
-    "negative scale": (make_case(), Spec(scale=-1.0), None),
-    "another value size": (make_case(Dv=24), Spec(), None),
-    "sinks": (make_case(), Spec(sinks=torch.zeros(4)), 1),
+    "a bias": (make_case(), {"attn_mask": torch.randn(33, 47)}, 1),
+    "a bias that needs a copy": (make_case(), {"attn_mask": torch.ones(33, 47).bool()}, None),
+    "a mask of keys": (make_case(), {"attn_mask": torch.ones(2, 1, 1, 47).bool()}, 1),
+    "a bias and causal": (make_case(), {"attn_mask": torch.zeros(1), "is_causal": True}, None),
+    "window": (make_case(), {"window_left": 9}, None),
+    "softcap": (make_case(), {"softcap": 1.0}, None),
+    "alibi": (make_case(), {"alibi_slopes": torch.ones(4)}, None),
+    "dropout": (make_case(), {"dropout_p": 0.1}, None),
+    "negative scale": (make_case(), {"scale": -1.0}, None),
+    "another value size": (make_case(Dv=24), {}, None),
+    "sinks": (make_case(), {"sinks": torch.zeros(4)}, 1),
 }
 
 
 @pytest.mark.parametrize("name", PIECES)
 def test_which_calls_use_the_aten_kernel(name, monkeypatch):
-    case, spec, expected = PIECES[name]
-    q, k, v, _ = groups(case.fresh())
-    if spec.kv_lens is not None:
-        spec = spec._replace(kv_lens=spec.kv_lens.int())
-    if spec.key_ranges is not None:
-        spec = spec._replace(key_ranges=spec.key_ranges.int())
+    case, options, expected = PIECES[name]
+    q, k, v = case.fresh()[:3]
     monkeypatch.setattr(dense, "MIN_PIECE_SCORES", 0)
-    pieces = dense.plan(call_of(q, k, v, spec))
+    pieces = dense.plan(attention_call(q, k, v, **options))
     assert (None if pieces is None else len(pieces)) == expected
 
 
-@pytest.mark.parametrize("name", [n for n, (_, s, _) in PIECES.items() if not s.dropout_p])
+@pytest.mark.parametrize("name", [n for n, (_, o, _) in PIECES.items() if "dropout_p" not in o])
 def test_both_engines_agree(name, monkeypatch):
     monkeypatch.setattr(dense, "MIN_PIECE_SCORES", 0)
-    case, spec, expected = PIECES[name]
-    q, k, v, _ = groups(case.fresh())
-    small = {n: getattr(spec, n) for n in ("kv_lens", "key_ranges")}
-    spec = spec._replace(**{n: None if x is None else x.int() for n, x in small.items()})
-    call = call_of(q, k, v, spec)
+    case, options, expected = PIECES[name]
+    q, k, v = case.fresh()[:3]
+    call = attention_call(q, k, v, **options)
     out, lse = cpu.forward(call)
     by_loop = dense.blockwise_forward(call, 0)
     torch.testing.assert_close((out, lse), by_loop, rtol=1e-5, atol=1e-5)
@@ -158,7 +155,7 @@ def test_both_engines_agree(name, monkeypatch):
     torch.testing.assert_close(tuple(grads[:3]), tuple(by_loop[:3]), rtol=1e-5, atol=1e-5)
 
 
-LOOPS = {"flash": Spec(), "loop": Spec(softcap=50.0)}
+LOOPS = {"flash": {}, "loop": {"softcap": 50.0}}
 
 
 @pytest.mark.parametrize("Sq, Sk", [(5, 5), (5, 8), (8, 5)])
@@ -168,33 +165,33 @@ def test_windows_that_hide_a_key_or_two_on_either_side(Sq, Sk, hidden):
         assert_close_to_oracle(make_case(Sq=Sq, Sk=Sk, D=16, Dv=16, window=window), "cpu")
 
 
-@pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
-def test_rows_with_nothing_to_attend(spec):
+@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
+def test_rows_with_nothing_to_attend(options):
     case = make_case(Sq=9, Sk=5)
-    q, k, v, _ = groups(case.fresh())
-    spec = spec._replace(is_causal=True)
-    out, lse = cpu.forward(call_of(q, k, v, spec))
+    q, k, v = case.fresh()[:3]
+    call = attention_call(q, k, v, is_causal=True, **options)
+    out, lse = cpu.forward(call)
     assert (out[:, :, :4] == 0).all() and (lse[:, :, :4] == -math.inf).all()
     assert torch.isfinite(lse[:, :, 4:]).all()
     grads = cpu.backward(
-        call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), torch.ones_like(lse), out, lse))
+        call._replace(saved=Saved(torch.ones_like(out), torch.ones_like(lse), out, lse))
     )
     assert (grads.query[:, :, :4] == 0).all()
     assert all(torch.isfinite(g).all() for g in grads[:3])
 
 
-@pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, -math.inf, 3.0])], ids=str)
-def test_no_keys(spec, sinks):
-    q, k, v, _ = groups(make_case().fresh())
-    spec = spec._replace(kv_lens=torch.zeros(2, dtype=torch.int32), sinks=sinks)
-    out, lse = cpu.forward(call_of(q, k, v, spec))
+def test_no_keys(options, sinks):
+    q, k, v = make_case().fresh()[:3]
+    call = attention_call(q, k, v, kv_lens=int32(0, 0), sinks=sinks, **options)
+    out, lse = cpu.forward(call)
     expected = (
         torch.full_like(lse, -math.inf) if sinks is None else sinks.view(-1, 1).expand_as(lse)
     )
     assert (out == 0).all() and (lse == expected).all()
     grads = cpu.backward(
-        call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), torch.ones_like(lse), out, lse))
+        call._replace(saved=Saved(torch.ones_like(out), torch.ones_like(lse), out, lse))
     )
     assert all((g == 0).all() for g in grads[:3])
     if sinks is not None:
@@ -203,28 +200,24 @@ def test_no_keys(spec, sinks):
 
 
 def test_lengths_and_ranges_outside_the_keys_are_clamped():
-    q, k, v, _ = groups(make_case(dtype=torch.float64).fresh())
-    for spec in LOOPS.values():
-        spec = spec._replace(
-            kv_lens=torch.tensor([-5, 99], dtype=torch.int32),
-            key_ranges=torch.tensor([-7, 99], dtype=torch.int32).view(1, 1, 1, 2),
-            alibi_slopes=torch.ones(4),
-            is_causal=True,
-        )
-        torch.testing.assert_close(
-            cpu.forward(call_of(q, k, v, spec)), reference.forward(call_of(q, k, v, spec))
-        )
+    q, k, v = make_case(dtype=torch.float64).fresh()[:3]
+    for options in LOOPS.values():
+        call = attention_call(
+            q, k, v, kv_lens=int32(-5, 99), key_ranges=int32(-7, 99).view(1, 1, 1, 2),
+            alibi_slopes=torch.ones(4), is_causal=True, **options,
+        )  # fmt: skip
+        torch.testing.assert_close(cpu.forward(call), reference.forward(call))
 
 
 POISON = {
-    "causal": Spec(is_causal=True),
-    "softcap": Spec(is_causal=True, softcap=9.0),
-    "window": Spec(window_left=3, window_right=0),
-    "kv_lens": Spec(kv_lens=torch.tensor([30, 12], dtype=torch.int32)),
-    "loop, kv_lens": Spec(kv_lens=torch.tensor([30, 12], dtype=torch.int32), softcap=5.0),
-    "bool mask": Spec(attn_mask=torch.ones(40, 40).tril().bool()),
-    "float mask": Spec(attn_mask=torch.full((40, 40), -math.inf).triu(1)),
-    "dropout": Spec(is_causal=True, dropout_p=0.5, dropout_seed=torch.tensor([3])),
+    "causal": {"is_causal": True},
+    "softcap": {"is_causal": True, "softcap": 9.0},
+    "window": {"window_left": 3, "window_right": 0},
+    "kv_lens": {"kv_lens": int32(30, 12)},
+    "loop, kv_lens": {"kv_lens": int32(30, 12), "softcap": 5.0},
+    "bool mask": {"attn_mask": torch.ones(40, 40).tril().bool()},
+    "float mask": {"attn_mask": torch.full((40, 40), -math.inf).triu(1)},
+    "dropout": {"is_causal": True, "dropout_p": 0.5, "dropout_seed": torch.tensor([3])},
 }
 
 
@@ -235,17 +228,18 @@ POISON = {
     [(n, w) for n in POISON for w in ("value", "key") if (n, w) != ("float mask", "key")],
 )
 def test_a_bad_key_or_value_reaches_only_the_rows_that_attend_it(name, poison, where):
-    spec = POISON[name]
+    options = POISON[name]
     case = make_case(Sq=40, Sk=40)
-    q, k, v, _ = groups(case.fresh())
+    q, k, v = case.fresh()[:3]
     grad_out = case.grad_outputs(q, q[..., 0])[0]
-    clean = cpu.forward(call_of(q, k, v, spec))
-    clean_dq = cpu.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, *clean))).query
-    scores = reference.modify_scores(torch.zeros(2, 4, 40, 40), call_of(q, k, v, spec))
+    call = attention_call(q, k, v, **options)
+    clean = cpu.forward(call)
+    clean_dq = cpu.backward(call._replace(saved=Saved(grad_out, None, *clean))).query
+    scores = reference.modify_scores(torch.zeros(2, 4, 40, 40), call)
     attended = scores[..., 20] > -math.inf
     (v if where == "value" else k)[:, :, 20] = poison
-    out, lse = cpu.forward(call_of(q, k, v, spec))
-    dq = cpu.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse))).query
+    out, lse = cpu.forward(call)
+    dq = cpu.backward(call._replace(saved=Saved(grad_out, None, out, lse))).query
     assert attended.any() and not attended.all()
     assert not torch.isnan(out[~attended]).any() and not torch.isnan(lse[~attended]).any()
     torch.testing.assert_close(out[~attended], clean[0][~attended])
@@ -259,9 +253,10 @@ def test_a_bad_key_or_value_reaches_only_the_rows_that_attend_it(name, poison, w
 @pytest.mark.parametrize("Sk", [1, 5, 7, 9, 20])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_bad_query_reaches_its_row_however_few_keys_there_are(Sk, is_causal):
-    q, k, v, spec = groups(make_case(Sq=5, Sk=Sk, is_causal=is_causal).fresh())
+    call = make_case(Sq=5, Sk=Sk, is_causal=is_causal).fresh()
+    q = call.query
     q[0, 1, 4] = math.nan
-    out, lse = cpu.forward(call_of(q, k, v, spec))
+    out, lse = cpu.forward(call)
     bad = torch.zeros(lse.shape, dtype=torch.bool)
     bad[0, 1, 4] = True
     assert torch.equal(out.isnan().all(-1), bad) and torch.equal(out.isnan().any(-1), bad)
@@ -299,33 +294,25 @@ def test_gradients_of_two_keys_are_those_of_two_calls_with_one_key():
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_a_bad_sink_reaches_its_head(softcap):
-    q, k, v, spec = groups(make_case(sinks=True, softcap=softcap).fresh())
-    spec.sinks[2] = math.nan
-    out, lse = cpu.forward(call_of(q, k, v, spec))
+    call = make_case(sinks=True, softcap=softcap).fresh()
+    call.operands.sinks[2] = math.nan
+    out, lse = cpu.forward(call)
     assert torch.isnan(out[:, 2]).all() and torch.isnan(lse[:, 2]).all()
     assert torch.isfinite(out[:, [0, 1, 3]]).all()
 
 
 @pytest.mark.parametrize("where", ["mask", "slopes"])
 def test_a_bad_bias_reaches_no_row_that_masks_it(where):
-    q, k, v, spec = groups(
-        make_case(window=(1, 0), Sq=9, Sk=9, mask="float", alibi="heads").fresh()
-    )
-    clean = cpu.forward(call_of(q, k, v, spec))
-    mask = spec.attn_mask.clone()
+    call = make_case(window=(1, 0), Sq=9, Sk=9, mask="float", alibi="heads").fresh()
+    clean = cpu.forward(call)
+    mask = call.operands.attn_mask.clone()
     if where == "mask":
         mask[..., 2, 5] = math.nan
-        bad = spec._replace(attn_mask=mask)
-        torch.testing.assert_close(cpu.forward(call_of(q, k, v, bad)), clean)
+        torch.testing.assert_close(cpu.forward(call.changed(attn_mask=mask)), clean)
     else:
-        bad = spec._replace(
-            alibi_slopes=torch.tensor([math.nan, 0, 0, 0]), kv_lens=torch.tensor([0, 9]).int()
-        )
-        torch.testing.assert_close(
-            cpu.forward(call_of(q, k, v, bad)),
-            reference.forward(call_of(q, k, v, bad)),
-            equal_nan=True,
-        )
+        slopes = torch.tensor([math.nan, 0, 0, 0])
+        bad = call.changed(alibi_slopes=slopes, kv_lens=int32(0, 9))
+        torch.testing.assert_close(cpu.forward(bad), reference.forward(bad), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "softcap", "alibi"])
@@ -333,19 +320,19 @@ def test_extreme_scores(name):
     options = {"plain": {}, "causal": {"is_causal": True}, "softcap": {"softcap": 8e3}}
     case = make_case(magnitude=1e4, scale=1.0, **options.get(name, {"alibi": "heads"}))
     assert_close_to_oracle(case, "cpu", gradients=False)
-    q, k, v, spec = groups(case.fresh(requires_grad=True))
+    q, k, v = case.fresh(requires_grad=True)[:3]
     out, lse = torch.ops.fa.attention_with_lse(q, k, v, is_causal=case.is_causal, scale=1.0)
     for grad in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v)):
         assert torch.isfinite(grad).all()
 
 
-@pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_masked_by_the_lowest_finite_number_attends_all_keys(spec, dtype):
-    q, k, v, _ = groups(make_case(dtype=dtype).fresh())
+def test_a_row_masked_by_the_lowest_finite_number_attends_all_keys(options, dtype):
+    q, k, v = make_case(dtype=dtype).fresh()[:3]
     mask = torch.zeros(33, 47, dtype=dtype)
     mask[5] = torch.finfo(dtype).min
-    out, _ = cpu.forward(call_of(q, k, v, spec._replace(attn_mask=mask)))
+    out, _ = cpu.forward(attention_call(q, k, v, attn_mask=mask, **options))
     mean = v.float().mean(2).repeat_interleave(2, 1)
     torch.testing.assert_close(out[:, :, 5].float(), mean, rtol=1e-2, atol=1e-2)
 
@@ -375,32 +362,32 @@ def test_results_do_not_depend_on_tiles(monkeypatch, tile, slab):
 def test_tiles_outside_every_key_range_are_not_visited():
     """A window costs O(S), and a bool mask of blocks only its blocks."""
     case = make_case(B=1, Sq=1024, Sk=1024)
-    q, k, _, _ = groups(case.fresh())
+    q, k, _ = case.fresh()[:3]
     blocks = torch.block_diag(*[torch.ones(256, 256)] * 4).bool()
-    for spec, expected in [
-        (Spec(softcap=1.0), 64),
-        (Spec(is_causal=True), 40),
-        (Spec(window_left=100, window_right=0), 16),
-        (Spec(kv_lens=torch.tensor([256], dtype=torch.int32)), 16),
-        (Spec(attn_mask=blocks), 16),
+    for options, expected in [
+        ({"softcap": 1.0}, 64),
+        ({"is_causal": True}, 40),
+        ({"window_left": 100, "window_right": 0}, 16),
+        ({"kv_lens": int32(256)}, 16),
+        ({"attn_mask": blocks}, 16),
     ]:
-        call = call_of(q, k, k, spec)
+        call = attention_call(q, k, k, **options)
         problem = tiles.ScoreProblem(call, attended_ranges(call), 0)
         problem.rows, problem.cols = 64, 256
         (slab,) = problem.slabs()
         scores = tiles.Scores(problem, slab)
         visited = sum(1 for rows in problem.row_blocks() for _ in scores.tiles(rows))
-        assert visited == expected, spec
+        assert visited == expected, options
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak counter")
-@pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
-def test_memory_is_linear_in_length(spec):
+@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
+def test_memory_is_linear_in_length(options):
     """The scores alone would be 128 MiB; results and gradients are 4."""
     q, k, v = (torch.randn(1, 2, 4096, 32, requires_grad=True) for _ in range(3))
 
     def call():
-        out, lse = torch.ops.fa.attention_with_lse(q, k, v, is_causal=True, softcap=spec.softcap)
+        out, lse = torch.ops.fa.attention_with_lse(q, k, v, is_causal=True, **options)
         torch.autograd.grad(out.sum(), (q, k, v))
 
     assert peak_memory(call, "cpu") < 24 * 2**20
@@ -411,11 +398,12 @@ def test_memory_is_linear_in_length(spec):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_have_the_documented_layouts(name, layout, dtype):
     case = make_case(**vars(FEATURES[name]) | {"layout": layout, "dtype": dtype})
-    q, k, v, spec = groups(case.fresh())
-    out, lse = cpu.forward(call_of(q, k, v, spec))
+    call = case.fresh()
+    q, k, v = call[:3]
+    out, lse = cpu.forward(call)
     assert out.dtype == dtype and out.transpose(1, 2).is_contiguous()
     assert lse.dtype == torch.float32 and lse.is_contiguous()
-    grads = cpu.backward(call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse)))
+    grads = cpu.backward(call._replace(saved=Saved(torch.ones_like(out), None, out, lse)))
     for grad, x in zip(grads, (q, k, v)):
         assert grad.dtype == dtype and grad.stride() == torch.empty_like(x).stride()
 
@@ -423,12 +411,12 @@ def test_results_have_the_documented_layouts(name, layout, dtype):
 @pytest.mark.parametrize("name", ["full", "causal", "softcap", "bias gradient", "dropout"])
 def test_repeated_calls_are_bitwise_equal(name):
     case = FEATURES[name]
-    q, k, v, spec = groups(case.fresh())
-    out, lse = cpu.forward(call_of(q, k, v, spec))
-    again = cpu.forward(call_of(q, k, v, spec))
+    call = case.fresh()
+    out, lse = cpu.forward(call)
+    again = cpu.forward(call)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
     saved = Saved(*case.grad_outputs(out, lse), out, lse, case.mask_grad)
-    first, second = (cpu.backward(call_of(q, k, v, spec, saved=saved)) for _ in range(2))
+    first, second = (cpu.backward(call._replace(saved=saved)) for _ in range(2))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, second))
 
 
@@ -459,15 +447,13 @@ def test_packed(name, lse_grad, dtype):
 
 @pytest.mark.parametrize("ends", [[0, 99], [5, 2, 9], [-3, 4, 50], [60, 70]], ids=str)
 def test_wrong_cu_seqlens_stay_inside_the_tensors(ends):
-    q, k, v, spec = groups(PackedCase((20,), (20,)).fresh())
+    call = PackedCase((20,), (20,)).fresh()
     wrong = torch.tensor(ends, dtype=torch.int32)
     right = torch.tensor([0, *[20] * (len(ends) - 1)], dtype=torch.int32)
-    for pair in [(wrong, wrong), (wrong, right), (right, wrong)]:
-        packing = Packing(*pair)
-        out, lse = cpu.varlen_forward(call_of(q, k, v, spec, packing=packing))
-        grads = cpu.varlen_backward(
-            call_of(q, k, v, spec, packing=packing, saved=Saved(out, None, out, lse))
-        )
+    for ends_q, ends_k in [(wrong, wrong), (wrong, right), (right, wrong)]:
+        call = call.changed(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+        out, lse = cpu.varlen_forward(call)
+        grads = cpu.varlen_backward(call._replace(saved=Saved(out, None, out, lse)))
         assert all(torch.isfinite(x).all() for x in (out, *grads[:3]))
 
 
@@ -494,7 +480,7 @@ def test_merge_states_ignores_the_out_of_a_state_without_keys():
 
 
 def test_other_devices_and_dtypes_are_refused():
-    q = groups(Case().fresh())[0]
+    q = Case().fresh().query
     assert cpu.available_error() is None
     assert cpu.support_error(q) is None
     assert cpu.support_error(q.to("meta")) == "runs on CPU tensors, got meta"

@@ -9,9 +9,8 @@ import torch
 
 import fa_ops
 from fa_ops.backends import cpu, reference
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import assert_close_to_oracle, make_case
-from tests.groups import Spec, call_of, groups
 
 NAN, INF = math.nan, math.inf
 S = 40
@@ -34,10 +33,11 @@ FEATURES = {
 }
 
 
-def spec_of(options: dict) -> Spec:
+def by_operator(options: dict) -> dict:
+    """The options of a call, given those of the public function."""
     left, right = options.get("window", (-1, -1))
     rest = {n: x for n, x in options.items() if n != "window"}
-    return Spec(window_left=left, window_right=right, **rest)
+    return {"window_left": left, "window_right": right, **rest}
 
 
 def run(inputs, grad_out, grad_lse, options: dict, call=None) -> tuple:
@@ -66,7 +66,7 @@ def test_nan_and_inf_reach_only_what_attends_them(name, where, poison, dtype, ls
     inputs, grad_out = [draw(4), draw(2), draw(2)], draw(4)
     grad_lse = torch.randn(2, 4, S, generator=g) if lse_grad else None
     clean = run(inputs, grad_out, grad_lse, options)
-    keep = reference.keep_mask(call_of(*inputs, spec_of(options)))
+    keep = reference.keep_mask(attention_call(*inputs, **by_operator(options)))
     if name == "mask":
         keep = keep & (options["attn_mask"] == 0)
     keep = keep.expand(2, 4, S, S)
@@ -104,13 +104,14 @@ def test_nan_and_inf_reach_only_what_attends_them(name, where, poison, dtype, ls
 def test_infinite_slopes_reach_no_masked_key(name, slope):
     g = torch.Generator().manual_seed(0)
     q, k, v, grad_out = (torch.randn(2, 4, S, 16, generator=g) for _ in range(4))
-    spec = spec_of(FEATURES[name])._replace(alibi_slopes=torch.full((4,), slope))
-    out, lse = cpu.forward(call_of(q, k, v, spec))
-    expected, expected_lse = reference.forward(call_of(q, k, v, spec))
+    slopes = torch.full((4,), slope)
+    call = attention_call(q, k, v, alibi_slopes=slopes, **by_operator(FEATURES[name]))
+    out, lse = cpu.forward(call)
+    expected, expected_lse = reference.forward(call)
     torch.testing.assert_close(out, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, expected_lse, equal_nan=True)
-    grads = cpu.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))[:3]
-    expected = reference.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))[:3]
+    call = call._replace(saved=Saved(grad_out, None, out, lse))
+    grads, expected = cpu.backward(call)[:3], reference.backward(call)[:3]
     torch.testing.assert_close(grads, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
@@ -165,7 +166,7 @@ CAPS = [0.0, 1e-310, 1e-40, 1e-30, 1e-6, 1e6, 1e15, 1e39, 1e300, 1.7e308]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_scales_and_caps(scale, softcap, dtype):
     case = make_case(**SMALL, scale=scale, softcap=softcap, dtype=dtype)
-    q, k, v, _ = groups(case.fresh())
+    q, k, v = case.fresh()[:3]
     q[0, 0, 10] = 0.0  # scores of 0, which an overflowing factor would make NaN
     options = {"is_causal": True, "scale": scale, "softcap": softcap}
     grad_out, _ = case.grad_outputs(q, q[..., 0])
@@ -183,7 +184,7 @@ def test_scales_and_caps(scale, softcap, dtype):
 @pytest.mark.parametrize("softcap", [1e-40, 1e300])
 def test_caps_at_their_limits(softcap):
     """Scores that are all the same, and scores as they are."""
-    q, k, v, _ = groups(make_case().fresh())
+    q, k, v = make_case().fresh()[:3]
     out = fa_ops.attention(q, k, v, softcap=softcap)
     scale = 1e-30 if softcap < 1 else None
     torch.testing.assert_close(out, fa_ops.attention(q, k, v, scale=scale))
@@ -195,7 +196,7 @@ def test_caps_at_their_limits(softcap):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("lse_grad", [False, True])
 def test_sinks(sink, keys, softcap, dtype, lse_grad):
-    q, k, v, _ = groups(make_case(dtype=dtype).fresh(requires_grad=True))
+    q, k, v = make_case(dtype=dtype).fresh(requires_grad=True)[:3]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sinks = torch.full((4,), sink, dtype=wide, requires_grad=True)
     lens = torch.tensor([47, 9] if keys else [0, 0]).int()

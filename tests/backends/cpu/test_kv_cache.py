@@ -8,7 +8,6 @@ import torch
 import fa_ops
 from fa_ops.backends import reference
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
-from tests.groups import call_of, groups
 
 FEATURES = {
     "one token": {},
@@ -63,26 +62,32 @@ def test_random(seed):
 
 def test_a_cache_call_attends_the_existing_keys():
     """The oracle of caches against the oracle of plain attention, so that neither is alone."""
-    q, k, v, cache, spec = groups(CacheCase(Sq=3, S=40, lens=(40, 40), page_size=8).fresh())
-    keys, values = (x[cache.page_table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
-    out = reference.cache_forward(call_of(q, k, v, spec, cache=cache))[0]
+    call = CacheCase(Sq=3, S=40, lens=(40, 40), page_size=8).fresh()
+    q, k, v = call[:3]
+    table = call.operands.page_table.long()
+    keys, values = (x[table].flatten(1, 2).transpose(1, 2) for x in (k, v))
+    out = reference.cache_forward(call)[0]
     torch.testing.assert_close(out, fa_ops.attention(q, keys, values, backend="reference"))
 
 
 def test_a_range_is_attention_over_its_keys():
     """Padding in front of a cache: as without it, but for the positions, which nothing asks for."""
-    q, k, v, _, spec = groups(CacheCase(S=40, lens=(40, 40), Sq=2).fresh())
+    call = CacheCase(S=40, lens=(40, 40), Sq=2).fresh()
+    q, k, v = call[:3]
     ranges = torch.tensor([[7, 40], [-3, 99]], dtype=torch.int32).view(2, 1, 1, 2)
-    out = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, None, True, key_ranges=ranges)
+    lens = call.operands.kv_lens
+    out = fa_ops.attention_with_kv_cache(q, k, v, lens, None, True, key_ranges=ranges)
     alone = fa_ops.attention(q[:1], k[:1, :, 7:], v[:1, :, 7:], is_causal=True)
     whole = fa_ops.attention(q[1:], k[1:], v[1:], is_causal=True)
     torch.testing.assert_close(out, torch.cat([alone, whole]))
 
 
 def test_appended_keys_are_seen_by_the_next_call():
-    q, k, v, cache, spec = groups(CacheCase(new=2, S=20, lens=(3, 11)).fresh())
-    new = {"key": cache.key, "value": cache.value}
-    first = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, **new)
-    again = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens + 2)
+    call = CacheCase(new=2, S=20, lens=(3, 11)).fresh()
+    q, k, v = call[:3]
+    t = call.operands
+    new = {"key": t.new_key, "value": t.new_value}
+    first = fa_ops.attention_with_kv_cache(q, k, v, t.kv_lens, **new)
+    again = fa_ops.attention_with_kv_cache(q, k, v, t.kv_lens + 2)
     torch.testing.assert_close(first, again)
-    assert torch.equal(k[0, :, 3:5], cache.key[0]) and torch.equal(v[1, :, 11:13], cache.value[1])
+    assert torch.equal(k[0, :, 3:5], t.new_key[0]) and torch.equal(v[1, :, 11:13], t.new_value[1])

@@ -40,12 +40,12 @@ from fa_ops.backends import hopper
 from fa_ops.backends.hopper import runtime
 from fa_ops.backends.hopper.runtime import launch, nvrtc, structs
 from fa_ops.call.backend_option import use_backend
+from fa_ops.call.call import Call
 from fa_ops.functions import varlen_quantized
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing import Case, PackedCase, quantized, random_calls
 from fa_ops.testing.budget import by_operator
 from fa_ops.testing.caches import CacheCase
-from tests.groups import Packing, groups
 
 DTYPES = torch.bfloat16, torch.float16
 PROCESSORS = 132, 4  # of the device: with few of them tiles are handed out on demand
@@ -227,13 +227,13 @@ def forget() -> None:
 
 def dense_or_packed(case: Case | PackedCase) -> Callable[[Tensors], Iterator]:
     """Forward alone, then forward and backward, with and without LSE."""
-    packing = tuple(Packing(*case.packing())[:2]) if isinstance(case, PackedCase) else ()
+    packing = case.packing() if isinstance(case, PackedCase) else ()
     function = fa_ops.attention_varlen if packing else fa_ops.attention
 
     def run(tensors: Tensors) -> Iterator[dict[str, Tensor]]:
         for grads in (False, True):
-            q, k, v, spec = groups(case.fresh(requires_grad=grads))
-            options = _public(spec._asdict(), packed=bool(packing))
+            call = case.fresh(requires_grad=grads)
+            (q, k, v), options = call[:3], _public(call)
             torch.manual_seed(0)  # of dropout
             named = {"query": q, "key": k, "value": v} | options
             named |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packing))
@@ -256,14 +256,14 @@ def dense_or_packed(case: Case | PackedCase) -> Callable[[Tensors], Iterator]:
     return run
 
 
-def _public(options: dict, packed: bool) -> dict:
+def _public(call: Call) -> dict:
     """The keyword arguments of the public functions."""
-    window = options.pop("window_left"), options.pop("window_right")
-    for name in ("dropout_seed", "backend"):
-        del options[name]
-    for name in ("attn_mask", "key_ranges", "mask_blocks") if packed else ():
-        del options[name]
-    return options | {"window": window}
+    o, names = call.options, ["alibi_slopes", "sinks", "kv_lens"]
+    names += [] if call.is_packed else ["attn_mask", "key_ranges", "mask_blocks"]
+    scalars = ("dropout_p", "is_causal", "scale", "softcap", "deterministic")
+    given = {name: getattr(call.operands, name) for name in names}
+    given |= {name: getattr(o, name) for name in scalars}
+    return given | {"window": (o.window_left, o.window_right)}
 
 
 def _name(tensors: Tensors, named: dict) -> None:
@@ -307,15 +307,16 @@ def over_pages(case: CacheCase, causal: bool) -> Callable[[Tensors], Iterator]:
 
     def run(tensors: Tensors) -> Iterator[dict[str, Tensor]]:
         for with_lse in (True, False):
-            q, k, v, cache, spec = groups(case.fresh())
+            call = case.fresh()
+            (q, k, v), t = call[:3], call.operands
             query = q.transpose(1, 2).flatten(0, 1).contiguous()
             ends = torch.arange(case.B + 1, dtype=torch.int32) * case.Sq
-            named = {"query": query, "key": k, "value": v, "ends": ends, "table": cache.page_table}
-            _name(tensors, named | spec._asdict())
+            named = {"query": query, "key": k, "value": v, "ends": ends, "table": t.page_table}
+            _name(tensors, named | t._asdict())
             found = fa_ops.attention_varlen(
-                query, k, v, ends, None, page_table=cache.page_table, kv_lens=spec.kv_lens,
-                is_causal=causal, window=case.window, softcap=case.softcap, sinks=spec.sinks,
-                alibi_slopes=spec.alibi_slopes, return_lse=with_lse,
+                query, k, v, ends, None, page_table=t.page_table, kv_lens=t.kv_lens,
+                is_causal=causal, window=case.window, softcap=case.softcap, sinks=t.sinks,
+                alibi_slopes=t.alibi_slopes, return_lse=with_lse,
             )  # fmt: skip
             yield dict(zip(("out", "lse"), found)) if with_lse else {"out": found}
 
@@ -326,7 +327,7 @@ def growing(case: CacheCase) -> Callable[[Tensors], Iterator]:
     """A cache with more and more keys, whose tensors are slices and then of their own."""
 
     def run(tensors: Tensors) -> Iterator[dict[str, Tensor]]:
-        q, k, v, cache, spec = groups(case.fresh())
+        q, k, v = case.fresh()[:3]
         for keys, copied in ((600, False), (601, True), (640, True), (700, False), (602, True)):
             parts = [t[:, :, :keys] for t in (k, v)]
             parts = [t.contiguous() for t in parts] if copied else parts

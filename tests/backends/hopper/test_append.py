@@ -18,7 +18,6 @@ from fa_ops.backends.hopper.runtime.launch import Params
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing.caches import CacheCase, random_cache_case
 from tests.backends.hopper.cuda_as_cpp import SOURCES, WARP, needs_compiler
-from tests.groups import call_of, groups
 
 PTX = """
 #include <cstdio>
@@ -173,56 +172,58 @@ def in_copied_memory(*tensors):
     ]  # fmt: skip
 
 
-def write_as_defined(k, v, cache, spec):
+def write_as_defined(call):
     """Write the new keys and values by the semantics; returns the lengths with them."""
-    paged, new = cache.page_table is not None, cache.key.shape[2]
-    size = k.shape[1] if paged else 1
-    capacity = cache.page_table.shape[1] * size if paged else k.shape[2]
-    lens, call = spec.kv_lens.long(), call_of(None, k, v, spec, cache=cache)
+    (k, v), t = call[1:3], call.operands
+    new, lens = t.new_key.shape[2], t.kv_lens.long()
+    size = k.shape[1] if call.is_paged else 1
+    capacity = t.page_table.shape[1] * size if call.is_paged else k.shape[2]
     for b, length in enumerate(lens.tolist()):
         for n in range(new):
             at = length + n
             is_inside = 0 <= at < capacity
-            if not is_inside or paged and not 0 <= cache.page_table[b, at // size] < len(k):
+            if not is_inside or call.is_paged and not 0 <= t.page_table[b, at // size] < len(k):
                 continue
             position = torch.tensor([at])
-            if cache.rotary_cos is not None:
-                position = position.clamp(max=len(cache.rotary_cos) - 1)
-            key = reference.rotate(cache.key[b, :, n : n + 1].double(), call, position)
-            pairs = (v, cache.value[b, :, n : n + 1], cache.v_scale), (k, key, cache.k_scale)
+            if t.rotary_cos is not None:
+                position = position.clamp(max=len(t.rotary_cos) - 1)
+            key = reference.rotate(t.new_key[b, :, n : n + 1].double(), call, position)
+            pairs = (v, t.new_value[b, :, n : n + 1], t.v_scale), (k, key, t.k_scale)
             for memory, x, scale in pairs:
-                factor = reference.scales(scale, cache.page_table, b, range(at, at + 1), size)
-                x = reference.quantised(x.to(cache.key.dtype).double(), factor, memory.dtype)
-                view, index = reference.slots(memory, cache.page_table, b, at, at + 1)
+                factor = reference.scales(scale, t.page_table, b, range(at, at + 1), size)
+                x = reference.quantised(x.to(t.new_key.dtype).double(), factor, memory.dtype)
+                view, index = reference.slots(memory, t.page_table, b, at, at + 1)
                 view[index] = x.transpose(0, 1).view(view.dtype)
     return (lens + new).clamp(0, capacity)
 
 
-def rotated_as_defined(q, cache, lens):
+def rotated_as_defined(call, lens):
+    q = call.query
+
     def positions(length):
         at = torch.arange(length - q.shape[2], length)
-        return at.clamp(0, len(cache.rotary_cos) - 1)
+        return at.clamp(0, len(call.operands.rotary_cos) - 1)
 
-    call = call_of(q, None, None, cache=cache)
     rows = [reference.rotate(x.double(), call, positions(n)) for x, n in zip(q, lens.tolist())]
     return torch.stack(rows).to(q.dtype)
 
 
-def assert_written(driver, programs, file, q, k, v, cache, spec):
+def assert_written(driver, programs, file, call):
     """Run host code and kernel, and compare everything that they wrote."""
     driver.struct_bytes = decode._APPEND_LAYOUT.size
+    q, k, v = call[:3]
     k2, v2 = in_copied_memory(k, v)
-    call = call_of(q, k, v, spec, cache=cache)
     kept = [t for t in (q, *call.operands) if t is not None]
     before = [bytes_of(t).clone() for t in kept]
     queries, ends = decode.prepare_append(call)(q, k, v, call.operands)
     (ctas, _), params = driver.last("append")
-    t, key, rotary = call.operands, call.operands.new_key, cache.rotary_cos
+    t, key, rotary = call.operands, call.operands.new_key, call.operands.rotary_cos
     given = (q, queries, key, t.new_value, k, v, t.kv_lens, None if key is None else ends)
     given += t.page_table, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin
     defines = decode.append_defines(q.dtype, k.dtype, None if rotary is None else rotary.dtype)
     run_launch(programs(defines), file, ctas, params, given)
-    lens = t.kv_lens.long() if t.new_key is None else write_as_defined(k2, v2, cache, spec)
+    as_defined = call._replace(key=k2, value=v2)
+    lens = t.kv_lens.long() if t.new_key is None else write_as_defined(as_defined)
     assert ends.tolist() == lens.tolist()
     for found, expected in ((k, k2), (v, v2)):
         if rotary is None:
@@ -234,7 +235,7 @@ def assert_written(driver, programs, file, q, k, v, cache, spec):
     if rotary is None:
         assert queries is q
     else:
-        expected = rotated_as_defined(q, cache, lens)
+        expected = rotated_as_defined(call, lens)
         torch.testing.assert_close(queries, expected, atol=2**-8, rtol=2**-7)
         features = 2 * rotary.shape[1]
         assert torch.equal(queries[..., features:], q[..., features:])
@@ -256,17 +257,18 @@ def test_random(driver, programs, tmp_path, seed):
         case, page_scales=case.fp8 and case.page_size > 0 and seed % 2 == 0,
         token_scales=case.fp8 and seed % 2 == 1 and not case.broken,
     )  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
-    offset = lambda: r.choice((0, 0, 1, 2, 4, 8))  # noqa: E731
-    q, k, v = (in_own_memory(t, offset()) for t in (q, k, v))
-    changes = {name: in_own_memory(getattr(cache, name), offset()) for name in ("key", "value")}
+    call = case.fresh()
+    t, offset = call.operands, lambda: r.choice((0, 0, 1, 2, 4, 8))
+    q, k, v, *new = (in_own_memory(t, offset()) for t in (*call[:3], t.new_key, t.new_value))
+    changes = dict(zip(("new_key", "new_value"), new))
     if r.random() < 0.2:
         changes = {name: t[:, :1].expand(-1, case.Hkv, -1, -1) for name, t in changes.items()}
     if case.rotary:
         dtype = r.choice((torch.float32, torch.bfloat16))
         for name in ("rotary_cos", "rotary_sin"):
-            changes[name] = in_own_memory(getattr(cache, name).to(dtype), offset())
-    assert_written(driver, programs, tmp_path / "launch", q, k, v, cache._replace(**changes), spec)
+            changes[name] = in_own_memory(getattr(t, name).to(dtype), offset())
+    call = call.changed(query=q, key=k, value=v, **changes)
+    assert_written(driver, programs, tmp_path / "launch", call)
 
 
 LENGTHS = (0, 499, 500, 511, 512, 513, 515, -1, -2, -600, 2**31 - 1, -(2**31), 2**31 - 3)
@@ -282,13 +284,13 @@ def test_lengths_at_and_beyond_the_capacity(
     case = CacheCase(B=len(LENGTHS), Hq=2, Hkv=1, Sq=3, S=S, D=32, Dv=16, dtype=torch.bfloat16,
                      new=3, lens=(0,) * len(LENGTHS), rotary=rotary, interleaved=interleaved,
                      page_size=page_size)  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
+    call = case.fresh().changed(kv_lens=torch.tensor(LENGTHS, dtype=torch.int32))
     if page_size:
-        table = torch.arange(cache.page_table.numel(), dtype=torch.int32).view(-1, S // page_size)
-        table[3, -1], table[2, -1], table[0, 0] = len(k), -1, 2**31 - 1
-        cache = cache._replace(page_table=table)
-    spec = spec._replace(kv_lens=torch.tensor(LENGTHS, dtype=torch.int32))
-    assert_written(driver, programs, tmp_path / "launch", q, k, v, cache, spec)
+        pages = call.operands.page_table.numel()
+        table = torch.arange(pages, dtype=torch.int32).view(-1, S // page_size)
+        table[3, -1], table[2, -1], table[0, 0] = len(call.key), -1, 2**31 - 1
+        call = call.changed(page_table=table)
+    assert_written(driver, programs, tmp_path / "launch", call)
 
 
 @needs_compiler
@@ -296,43 +298,41 @@ def test_lengths_at_and_beyond_the_capacity(
 def test_latent_caches(driver, programs, tmp_path, page_size):
     case = CacheCase(B=3, Hq=4, Hkv=1, D=576, Dv=512, S=130, new=3, Sq=2, shared=True,
                      page_size=page_size, dtype=torch.bfloat16, lens=(0, 61, 127))  # fmt: skip
-    assert_written(driver, programs, tmp_path / "launch", *groups(case.fresh()))
+    assert_written(driver, programs, tmp_path / "launch", case.fresh())
 
 
 @needs_compiler
 def test_views_of_one_pool(driver, programs, tmp_path):
     case = CacheCase(B=3, S=64, dtype=torch.bfloat16, new=2, page_size=16, lens=(0, 15, 40))
-    q, k, v, cache, spec = groups(case.fresh())
-    pool = torch.randn(len(k), 2, *k.shape[1:], dtype=torch.bfloat16)
-    assert_written(
-        driver, programs, tmp_path / "launch", q, pool[:, 0], pool[:, 1], cache, spec
-    )  # fmt: skip
+    call = case.fresh()
+    pool = torch.randn(len(call.key), 2, *call.key.shape[1:], dtype=torch.bfloat16)
+    call = call._replace(key=pool[:, 0], value=pool[:, 1])
+    assert_written(driver, programs, tmp_path / "launch", call)
 
 
 @needs_compiler
 def test_queries_alone_are_rotated(driver, programs, tmp_path):
     case = CacheCase(B=3, Hq=4, Sq=5, S=64, D=32, Dv=32, dtype=torch.bfloat16, rotary=16,
                      lens=(64, 2, 40))  # fmt: skip
-    assert_written(driver, programs, tmp_path / "launch", *groups(case.fresh()))
+    assert_written(driver, programs, tmp_path / "launch", case.fresh())
 
 
 @needs_compiler
 def test_extreme_numbers_are_quantised_as_defined(driver, programs, tmp_path):
     case = CacheCase(B=1, S=64, D=16, Dv=16, dtype=torch.bfloat16, fp8=True, new=2, lens=(3,))
-    q, k, v, cache, spec = groups(case.fresh())
+    call = case.fresh()
     numbers = torch.tensor([0.0, -0.0, 1e30, -1e30, 448.0, 465.0, 2**-9, 2**-10])
-    for x in (cache.key, cache.value):
+    for x in (call.operands.new_key, call.operands.new_value):
         x.view(-1, 8)[:] = numbers
         x[0, 0, 0, 7] = float("nan")
-    assert_written(driver, programs, tmp_path / "launch", q, k, v, cache, spec)
-    assert k[0, 0, 3, 7].float().isnan()
+    assert_written(driver, programs, tmp_path / "launch", call)
+    assert call.key[0, 0, 3, 7].float().isnan()
 
 
 def decoding_call(D=64, rotary=0, **changes):
     case = CacheCase(B=2, Hq=8, Hkv=2, S=960, D=D, Dv=D, dtype=torch.bfloat16, rotary=rotary,
                      new=1, **changes)  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
-    return call_of(q, k, v, spec, cache=cache)
+    return case.fresh()
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from fa_ops.backends.hopper import backward
 from fa_ops.backends.hopper import masks as mask
 from fa_ops.backends.hopper.configs import group_parts
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import Saved
-from tests.groups import Spec, call_of
+from fa_ops.call.call import Saved, attention_call
 
 LISTS_AT = backward._PARAMS.fields["bias"].offset
 LISTS_AT += struct_layout("masks.cuh", "Bias").fields["blocks"].offset
@@ -63,7 +62,7 @@ def tensors(B, Hq, Hkv, Sq, Sk, D):
 def test_each_kernel_finds_its_tensors_and_sizes(driver, parts_of_heads, D, block):
     g, q, k, v, out, lse = tensors(2, 4, 4, 200, 300, D)
     grads = backward.backward(
-        call_of(q, k, v, Spec(is_causal=True), saved=Saved(g, None, out, lse))
+        attention_call(q, k, v, is_causal=True, saved=Saved(g, None, out, lse))
     )
     assert [x.stride() for x in grads[:3]] == [x.stride() for x in (q, k, v)]
     (grid, rows), (ctas, products) = map(driver.last, ("preprocess", "backward"))
@@ -94,7 +93,7 @@ def test_overlapping_rows_have_gradients_that_can_be_written(driver):
     g, _, k, v, out, lse = tensors(1, 2, 2, 40, 40, 64)
     q = torch.zeros(1, 2, 103, dtype=torch.bfloat16).unfold(-1, 64, 1)
     assert torch.empty_like(q).stride(-1) != 1
-    grads = backward.backward(call_of(q, k, v, Spec(), saved=Saved(g, None, out, lse)))
+    grads = backward.backward(attention_call(q, k, v, saved=Saved(g, None, out, lse)))
     assert [x.stride() for x in grads[:3]] == [torch.empty_like(x).stride() for x in (q, k, v)]
     _, products = driver.last("backward")
     strides = of_params(products)["strides"]
@@ -105,8 +104,8 @@ def test_overlapping_rows_have_gradients_that_can_be_written(driver):
 @pytest.mark.parametrize("D", [128, 256])
 def test_a_group_in_parts_has_sums_of_keys(driver, D, deterministic):
     g, q, k, v, out, lse = tensors(1, 12, 2, 200, 300, D)
-    spec = Spec(is_causal=True, deterministic=deterministic)
-    backward.backward(call_of(q, k, v, spec, saved=Saved(g, None, out, lse)))
+    call = attention_call(q, k, v, is_causal=True, deterministic=deterministic)
+    backward.backward(call._replace(saved=Saved(g, None, out, lse)))
     adds, blocks, block = D == 128 and not deterministic, -(-300 // 128), 128
     if D == 256:
         blocks, block = -(-300 // 64), 64
@@ -131,7 +130,7 @@ def test_pairs_of_ctas(driver, monkeypatch, Hkv):
     monkeypatch.setattr(backward, "prefers_pairs", lambda *args: True)
     backward._plan.cache_clear()
     g, q, k, v, out, lse = tensors(1, 6, Hkv, 200, 300, 256)
-    backward.backward(call_of(q, k, v, Spec(is_causal=True), saved=Saved(g, None, out, lse)))
+    backward.backward(attention_call(q, k, v, is_causal=True, saved=Saved(g, None, out, lse)))
     grid, products = driver.last("backward")
     found, parts = of_params(products), 6 // Hkv
     assert grid == (2 * 3 * Hkv * parts, 1)
@@ -156,7 +155,7 @@ def test_pairs_of_ctas(driver, monkeypatch, Hkv):
 )
 def test_which_calls_pairs_of_ctas_serve(driver, options, paired):
     q = torch.zeros(1, 1, 9000, 256, dtype=torch.bfloat16)
-    call = call_of(q, q, q, Spec(is_causal=True, **options), saved=Saved(q, None, q, q))
+    call = attention_call(q, q, q, is_causal=True, **options, saved=Saved(q, None, q, q))
     plan = backward.plan_of(call, (q.stride(),) * 3)
     assert plan.config.is_paired == paired
 
@@ -165,14 +164,14 @@ def test_which_calls_pairs_of_ctas_serve(driver, options, paired):
 def test_packed_sequences_and_key_ranges_by_pairs_of_ctas(driver, sequences, paired):
     q = torch.zeros(1, 1, 9000, 256, dtype=torch.bfloat16)
     ranges = torch.zeros(1, 1, 9000, 2, dtype=torch.int32)
-    call = call_of(q, q, q, Spec(key_ranges=ranges), saved=Saved(q, None, q, q))
+    call = attention_call(q, q, q, key_ranges=ranges, saved=Saved(q, None, q, q))
     plan = backward.plan_of(call, (q.stride(),) * 3, sequences=sequences)
     assert plan.config.is_paired == paired
 
 
 def test_passes_that_overlap(driver):
     g, q, k, v, out, lse = tensors(1, 2, 2, 200, 300, 192)
-    backward.backward(call_of(q, k, v, Spec(), saved=Saved(g, None, out, lse)))
+    backward.backward(attention_call(q, k, v, saved=Saved(g, None, out, lse)))
     (first, products), (second, same) = map(driver.last, ("backward", "backward_queries"))
     assert (first, second) == ((2 * 5, 1), (2 * 2, 1)) and products == same
 
@@ -189,7 +188,7 @@ def test_kernels_note_in_memory_of_their_own(driver, parts_of_heads, monkeypatch
     for D, block, deterministic in ((64, 128, False), (64, 128, True), (256, 64, False)):
         g, q, k, v, out, lse = tensors(2, 4, 4, 200, 300, D)
         saved = Saved(g, None, out, lse)
-        backward.backward(call_of(q, k, v, Spec(deterministic=deterministic), saved=saved))
+        backward.backward(attention_call(q, k, v, deterministic=deterministic, saved=saved))
         found = of_params(driver.last("backward")[1])
         workspace = next(t for t in made if t.data_ptr() == found["lse"][0])
         of_keys = 2 * 8 * -(-300 // block) * block // 16
@@ -202,8 +201,8 @@ def test_key_ranges_and_lengths(driver):
     g, q, k, v, out, lse = tensors(2, 4, 2, 200, 300, 64)
     lens = torch.tensor([300, 100], dtype=torch.int32)
     ranges = torch.zeros(2, 1, 200, 2, dtype=torch.int32)
-    spec = Spec(kv_lens=lens, key_ranges=ranges, window_left=7)
-    backward.backward(call_of(q, k, v, spec, saved=Saved(g, None, out, lse)))
+    call = attention_call(q, k, v, kv_lens=lens, key_ranges=ranges, window_left=7)
+    backward.backward(call._replace(saved=Saved(g, None, out, lse)))
     grid, runs = driver.last("clip_ranges")
     assert grid == (2, 2)
     assert (runs["ranges"], runs["kv_lens"]) == ((ranges.data_ptr(),), (lens.data_ptr(),))
@@ -224,7 +223,7 @@ def test_a_later_call_has_its_own_mask(driver, monkeypatch):
     by_address = {one.data_ptr(): one.view(torch.uint8) for one in masks}
     monkeypatch.setattr(mask.MaskPacker, "run", lambda self, stream, at: by_address[at])
     for one in masks:
-        backward.backward(call_of(q, k, v, Spec(attn_mask=one), saved=Saved(g, None, out, lse)))
+        backward.backward(attention_call(q, k, v, attn_mask=one, saved=Saved(g, None, out, lse)))
         _, products = driver.last("backward")
         assert of_params(products)["by_key"][0] == one.data_ptr()
 
@@ -236,8 +235,8 @@ def test_the_lists_of_a_mask_are_read_where_tiles_are_skipped(dtype, driver, mon
     blocks = mask_blocks.mask_blocks(attn_mask)
     bits = torch.zeros(8, dtype=torch.uint8)
     monkeypatch.setattr(mask.MaskPacker, "run", lambda self, stream, at: bits)
-    spec = Spec(attn_mask=attn_mask, mask_blocks=blocks)
-    backward.backward(call_of(q, k, v, spec, saved=Saved(g, None, out, lse)))
+    call = attention_call(q, k, v, attn_mask=attn_mask, mask_blocks=blocks)
+    backward.backward(call._replace(saved=Saved(g, None, out, lse)))
     _, products = driver.last("backward")
     lists = struct.unpack_from("<Q2q2i", products, LISTS_AT)
     assert lists == (blocks.data_ptr(), 0, 4 * blocks.shape[2], 1, 3)
@@ -282,7 +281,7 @@ def test_parts_are_of_equal_size():
 @pytest.mark.parametrize("Hkv", [6, 2])
 def test_wide_heads_have_a_cluster_of_two_ctas_for_each_block(driver, Hkv):
     g, q, k, v, out, lse = tensors(1, 6, Hkv, 200, 300, 512)
-    backward.backward(call_of(q, k, v, Spec(is_causal=True), saved=Saved(g, None, out, lse)))
+    backward.backward(attention_call(q, k, v, is_causal=True, saved=Saved(g, None, out, lse)))
     grid, products = driver.last("wide_keys")
     found, parts = of_params(products), {6: 1, 2: 3}[Hkv]
     assert grid == (2 * 5 * Hkv * parts, 1)

@@ -8,10 +8,7 @@ from fa_ops.backends import hopper
 from fa_ops.backends.hopper.backward import attended_keys, prefers_pairs
 from fa_ops.backends.hopper.decode import group_width
 from fa_ops.backends.hopper.kernel_plan import UNBOUNDED
-from fa_ops.call.call import Saved
-from tests.groups import Spec, call_of
-
-# What the Hopper backend takes and refuses, of tensors that are on a GPU in name only.
+from fa_ops.call.call import Saved, attention_call
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -38,18 +35,22 @@ def test_masks_and_dropout_together(D, dtype):
     for own in (None, mask(torch.bool), mask(dtype), mask(dtype, 2, 1, 1, 64)):
         for p in (0.0, 0.1):
             for deterministic in (False, True):
-                spec = Spec(own, p, True, softcap=2.0, deterministic=deterministic)
-                assert hopper.support_error(call_of(*qkv(D, dtype=dtype), spec)) is None
-    assert hopper.support_error(call_of(*qkv(D, dtype=dtype), Spec(mask(torch.float32)))) is None
+                call = attention_call(
+                    *qkv(D, dtype=dtype), attn_mask=own, dropout_p=p, is_causal=True, softcap=2.0,
+                    deterministic=deterministic,
+                )  # fmt: skip
+                assert hopper.support_error(call) is None
+    call = attention_call(*qkv(D, dtype=dtype), attn_mask=mask(torch.float32))
+    assert hopper.support_error(call) is None
 
 
 @pytest.mark.usefixtures("fake_tensors")
 def test_packed_dropout_and_alibi():
     q, k, v = (torch.empty(64, 4, 64, dtype=torch.float16, device="cuda") for _ in range(3))
-    assert hopper.support_error(call_of(q, k, v, Spec(None, 0.1, True))) is None
+    assert hopper.support_error(attention_call(q, k, v, dropout_p=0.1, is_causal=True)) is None
     slopes = torch.empty(4, device="cuda")
     for tensors in ((q, k, v), qkv()):
-        assert hopper.support_error(call_of(*tensors, Spec(alibi_slopes=slopes))) is None
+        assert hopper.support_error(attention_call(*tensors, alibi_slopes=slopes)) is None
 
 
 @pytest.mark.usefixtures("fake_tensors")
@@ -57,13 +58,13 @@ def test_packed_dropout_and_alibi():
 def test_heads_over_256_wide_have_a_forward_pass(dims):
     q, k, v = qkv(*dims)
     lens, sinks = (torch.empty(n, dtype=torch.int32, device="cuda") for n in (2, 4))
-    for spec in (Spec(), Spec(is_causal=True), Spec(window_left=9, kv_lens=lens, sinks=sinks)):
-        assert hopper.support_error(call_of(q, k, v, spec), takes_wide=True) is None
-        assert "at most 256" in hopper.support_error(call_of(q, k, v, spec))
+    for options in ({}, {"is_causal": True}, {"window_left": 9, "kv_lens": lens, "sinks": sinks}):
+        assert hopper.support_error(attention_call(q, k, v, **options), takes_wide=True) is None
+        assert "at most 256" in hopper.support_error(attention_call(q, k, v, **options))
     for name, value in {"attn_mask": mask(torch.bool), "softcap": 2.0, "dropout_p": 0.1}.items():
-        error = hopper.support_error(call_of(q, k, v, Spec(**{name: value})), takes_wide=True)
+        error = hopper.support_error(attention_call(q, k, v, **{name: value}), takes_wide=True)
         assert error == f"has no {name} for head dims over 256; the triton backend can run it"
-    error = hopper.support_error(call_of(*qkv(520), Spec()), takes_wide=True)
+    error = hopper.support_error(attention_call(*qkv(520)), takes_wide=True)
     assert error.endswith("got 520 and 520; the reference backend takes any")
 
 
@@ -78,12 +79,10 @@ def test_what_is_named_instead_can_run_it():
         "query is on cpu; the cpu backend can run it": (64, 64, torch.bfloat16, "cpu"),
     }
     for end, case in refused.items():
-        assert hopper.support_error(call_of(*qkv(*case), Spec())).endswith(end)
+        assert hopper.support_error(attention_call(*qkv(*case))).endswith(end)
     q, k, v = qkv(device="cpu")
-    assert hopper.cache_error(call_of(q, k, v, Spec(), cache=None)).endswith(
-        "the cpu backend can run it"
-    )
-    error = hopper.support_error(call_of(*qkv(), Spec(scale=-1.0)))
+    assert hopper.cache_error(attention_call(q, k, v)).endswith("the cpu backend can run it")
+    error = hopper.support_error(attention_call(*qkv(), scale=-1.0))
     assert error == "needs a positive scale, got -1.0; the triton backend can run it"
 
 
@@ -92,8 +91,9 @@ def refusal(S, D=32, backend="auto", bias=(1, 4), backward=False, **options):
     q = torch.empty(2, 4, S, D, dtype=torch.bfloat16, device="cuda")
     lse = torch.empty(2, 4, S, device="cuda")
     saved = Saved(q, None, q, lse, True) if backward else None
-    spec = Spec(mask(torch.bfloat16, *bias, S, S), **options)
-    return hopper.supports(call_of(q, q, q, spec, backend=backend, saved=saved))
+    bias = mask(torch.bfloat16, *bias, S, S)
+    call = attention_call(q, q, q, attn_mask=bias, saved=saved, backend=backend, **options)
+    return hopper.supports(call)
 
 
 @pytest.mark.usefixtures("fake_tensors")

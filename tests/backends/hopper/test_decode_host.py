@@ -10,8 +10,8 @@ import torch
 
 from fa_ops.backends.hopper import decode, mla
 from fa_ops.backends.hopper.runtime import launch, nvrtc, warm
+from fa_ops.call.call import attention_call
 from fa_ops.call.options import Operands
-from tests.groups import Cache, Spec, call_of
 
 
 @pytest.fixture
@@ -34,16 +34,18 @@ LENS = torch.tensor([3, 500], dtype=torch.int32)
 PLAIN, OF_LENS = Operands(), Operands(kv_lens=LENS)
 
 
-def prepared(q, k, v, spec=Spec(), cache=Cache(), module=decode):  # noqa: B008
-    return module.prepare(call_of(q, k, v, spec, cache=cache))
+def prepared(q, k, v, module=decode, **arguments):
+    return module.prepare(attention_call(q, k, v, over_cache=True, **arguments))
 
 
 def test_both_kernels_find_the_addresses_of_the_call(driver):
     q, k, v = qkv()
     slopes, sinks = torch.ones(4), torch.ones(4)
     ranges = torch.tensor([0, 9], dtype=torch.int32).view(1, 1, 1, 2)
-    spec = Spec(kv_lens=LENS, alibi_slopes=slopes, sinks=sinks, key_ranges=ranges)
-    out, lse = decode.forward(call_of(q, k, v, spec, cache=Cache()))
+    call = attention_call(
+        q, k, v, kv_lens=LENS, alibi_slopes=slopes, sinks=sinks, key_ranges=ranges, over_cache=True
+    )
+    out, lse = decode.forward(call)
     assert [one.name for one in driver.launched] == ["decode", "combine"]
     first, second = (one.params for one in driver.launched)
     assert first == second
@@ -66,8 +68,10 @@ def test_e4m3_caches_are_copied_by_bytes(driver, monkeypatch, D, row_bytes, of_p
     table = torch.arange(80, dtype=torch.int32).view(2, 40) if of_pages else None
     scale_shape = (80, 1, 2) if of_pages else (2, 2)
     k_scale, v_scale = torch.ones(scale_shape), torch.ones(scale_shape)
-    spec, cache = Spec(kv_lens=LENS), Cache(table, k_scale=k_scale, v_scale=v_scale)
-    decode.forward(call_of(q, k, v, spec, cache=cache))
+    call = attention_call(
+        q, k, v, kv_lens=LENS, page_table=table, k_scale=k_scale, v_scale=v_scale, over_cache=True
+    )
+    decode.forward(call)
     params = driver.launched[0].params
     assert struct.unpack_from("<2Q", params, 456) == (k_scale.data_ptr(), v_scale.data_ptr())
     assert struct.unpack_from("<Q2B", params, 128) == (k.data_ptr(), 0, 4)
@@ -78,9 +82,9 @@ def test_e4m3_caches_are_copied_by_bytes(driver, monkeypatch, D, row_bytes, of_p
         assert numbers == (D, 640, 2, 2, D, 640 * D, 1280 * D, row_bytes, 64, 1, 1)
     macros = [(one["IS_E4M3"], one["HAS_SCALES"], one["WHOLE_ROWS"]) for one in defines]
     assert set(macros) == {(1, 2 if of_pages else 1, 0)}
-    decode.forward(call_of(q, k, v, spec, cache=Cache(table, v_scale=v_scale)))
+    decode.forward(call.changed(k_scale=None))
     assert struct.unpack_from("<2Q", driver.launched[-1].params, 456) == (0, v_scale.data_ptr())
-    decode.forward(call_of(q, k, v, spec, cache=Cache(table)))
+    decode.forward(call.changed(k_scale=None, v_scale=None))
     assert struct.unpack_from("<2Q", driver.launched[-1].params, 456) == (0, 0)
     assert {one["HAS_SCALES"] for one in defines[-2:]} == {0}
     warmed = [one.defines for one in warm.eight_bit_variants((D,), (torch.bfloat16,))]
@@ -89,10 +93,10 @@ def test_e4m3_caches_are_copied_by_bytes(driver, monkeypatch, D, row_bytes, of_p
 
 def test_a_prepared_call_fills_the_same_struct(driver):
     q, k, v = qkv()
-    run = prepared(q, k, v, Spec(kv_lens=LENS))
+    run = prepared(q, k, v, kv_lens=LENS)
     out, lse = run(q, k, v, OF_LENS)
     kept = words(driver.launched[-1].params)
-    decode.forward(call_of(q, k, v, Spec(kv_lens=LENS), cache=Cache()))
+    decode.forward(attention_call(q, k, v, kv_lens=LENS, over_cache=True))
     again = words(driver.launched[-1].params)
     assert kept[3:5] == (out.data_ptr(), lse.data_ptr())
     assert kept[:3] == again[:3] and kept[7:] == again[7:]
@@ -104,7 +108,7 @@ def test_a_longer_cache_has_its_own_lengths_maps_and_kernels(driver):
     for Sk in (900, 901, 64, 900):
         driver.launched.clear()
         q, k, v = qkv(Sk)
-        plan = prepared(q, k, v, Spec(kv_lens=LENS)).__self__
+        plan = prepared(q, k, v, kv_lens=LENS).__self__
         plan.run(q, k, v, OF_LENS)
         families.add(plan.template)
         expected = ["decode", "combine"] if Sk > 64 else ["decode"]
@@ -161,7 +165,7 @@ def test_another_current_device_gives_way_to_the_calls(driver, monkeypatch):
 
 def test_threads_share_a_plan_and_no_struct(driver):
     q, k, v = qkv()
-    run, mine = prepared(q, k, v, Spec(kv_lens=LENS)), {}
+    run, mine = prepared(q, k, v, kv_lens=LENS), {}
     start = threading.Barrier(4)
 
     def work():
@@ -200,12 +204,12 @@ def test_a_struct_serves_a_later_call_and_keeps_its_tail():
 def test_a_launch_without_a_context_is_repeated(driver, monkeypatch):
     driver.answers["cuLaunchKernelEx"] = [201, 0, 0]
     q, k, v = qkv()
-    decode.forward(call_of(q, k, v, Spec(kv_lens=LENS), cache=Cache()))
+    decode.forward(attention_call(q, k, v, kv_lens=LENS, over_cache=True))
     assert [one.name for one in driver.launched] == ["decode", "decode", "combine"]
     assert driver.called[-4:-2] == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
     driver.answers["cuLaunchKernelEx"] = [700]
     with pytest.raises(launch.DriverError, match="cuLaunchKernelEx failed"):
-        decode.forward(call_of(q, k, v, Spec(kv_lens=LENS), cache=Cache()))
+        decode.forward(attention_call(q, k, v, kv_lens=LENS, over_cache=True))
     assert len(driver.launched) == 4
 
 
@@ -214,7 +218,9 @@ def test_the_struct_of_a_latent_cache(driver):
     q = torch.randn(2, 16, 1, 576, dtype=torch.bfloat16)
     k = torch.randn(40, 64, 1, 576, dtype=torch.bfloat16)
     table = torch.arange(40, dtype=torch.int32).view(2, 20)
-    out, lse = mla.forward(call_of(q, k, k[..., :512], Spec(kv_lens=LENS), cache=Cache(table)))
+    out, lse = mla.forward(
+        attention_call(q, k, k[..., :512], kv_lens=LENS, page_table=table, over_cache=True)
+    )
     assert [one.name for one in driver.launched] == ["mla", "combine"]
     params = driver.launched[0].params
     at = struct.unpack_from("<Q", params)[0], struct.unpack_from("<Q", params, 128)[0]
@@ -222,7 +228,7 @@ def test_the_struct_of_a_latent_cache(driver):
     out_at, lse_at, _, _, lens_at, table_at = struct.unpack_from("<6Q", params, 256)
     assert (out_at, lse_at) == (out.data_ptr(), lse.data_ptr())
     assert (lens_at, table_at) == (LENS.data_ptr(), table.data_ptr())
-    run = prepared(q, k, k[..., :512], Spec(kv_lens=LENS), Cache(table), mla)
+    run = prepared(q, k, k[..., :512], mla, kv_lens=LENS, page_table=table)
     out, lse = run(q, k, k[..., :512], Operands(kv_lens=LENS, page_table=table), False)
     again = driver.launched[-1].params
     out_at, lse_at, sums_at, stats_at = struct.unpack_from("<4Q", again, 256)

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from fa_ops.backends.hopper import forward
-from fa_ops.call.options import Operands
+from fa_ops.call.call import attention_call
 from fa_ops.testing.caches import CacheCase
 from tests.backends.hopper.cuda_as_cpp import WARP, built, needs_compiler
-from tests.groups import Cache, Spec, call_of, groups
 
 GRID = """
 #define __global__
@@ -56,8 +55,9 @@ def test_a_converted_cache(kernel, driver, page_size, scales, bshd):
     case = CacheCase(B=3, Hkv=2, S=150, D=24, Dv=16, dtype=torch.bfloat16, fp8=True, bshd=bshd,
                      lens=(150, 0, 70), page_size=page_size, page_scales=scales == "page",
                      token_scales=scales == "token")  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
-    call = call_of(q, k, v, spec, cache=cache)
+    call = case.fresh()
+    k, v = call[1:3]
+    t = call.operands
     k_out, v_out, table = forward.converter(call).run(k, v, call.operands)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
@@ -65,11 +65,11 @@ def test_a_converted_cache(kernel, driver, page_size, scales, bshd):
         -max(150, 0 if table is None else table.shape[1] * page_size) // 16
     )
     for b, length in enumerate(case.lens):
-        for x, out, scale in ((k, k_out, cache.k_scale), (v, v_out, cache.v_scale)):
+        for x, out, scale in ((k, k_out, t.k_scale), (v, v_out, t.v_scale)):
             expected, found = (
-                _keys(y, own, b, length) for y, own in ((x, cache.page_table), (out, table))
+                _keys(y, own, b, length) for y, own in ((x, t.page_table), (out, table))
             )
-            factor = _factors(scale, cache.page_table, b, length, page_size)
+            factor = _factors(scale, t.page_table, b, length, page_size)
             assert torch.equal(found, (expected.float() * factor).bfloat16())
     if table is not None:
         used = torch.tensor([-(-length // page_size) for length in case.lens])
@@ -103,10 +103,10 @@ def _factors(scale, table, b, length, page_size):
 def test_pages_that_do_not_exist_stay_missing(kernel, driver):
     driver.struct_bytes = forward._DEQUANTIZE_LAYOUT.size
     case = CacheCase(B=2, S=64, dtype=torch.bfloat16, fp8=True, lens=(64, 40), page_size=16)
-    q, k, v, cache, spec = groups(case.fresh())
+    call = case.fresh()
+    k, v = call[1:3]
     pages = torch.tensor([[1, -1, 2**31 - 1, 2], [0, len(k), 3, 1]], dtype=torch.int32)
-    cache = cache._replace(page_table=pages)
-    call = call_of(q, k, v, spec, cache=cache)
+    call = call.changed(page_table=pages)
     *_, table = forward.converter(call).run(k, v, call.operands)
     grid, params = driver.last("dequantize")
     kernel(params, *grid)
@@ -118,15 +118,18 @@ def prompt(D=64, S=640, B=2, dtype=torch.bfloat16, page=0):
     shape = (80, page, 4, D) if page else (B, 4, S, D)
     k, v = (torch.zeros(shape, dtype=forward.E4M3) for _ in range(2))
     table = torch.arange(80, dtype=torch.int32).view(2, 40) if page else None
-    return q, k, v, Cache(table), Spec(is_causal=True, kv_lens=torch.full((B,), 600))
+    lens = torch.full((B,), 600)
+    return attention_call(
+        q, k, v, is_causal=True, kv_lens=lens, page_table=table, over_cache=True
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("page", [0, 16])
 def test_a_prompt_attends_the_converted_cache(driver, page):
-    q, k, v, cache, spec = prompt(page=page)
+    call = prompt(page=page)
+    q, k, v = call[:3]
     driver.struct_bytes = 704
-    run = forward.prepare_cached(call_of(q, k, v, spec, cache=cache))
-    out, _ = run(q, k, v, Operands(kv_lens=spec.kv_lens, page_table=cache.page_table))
+    out, _ = forward.prepare_cached(call)(q, k, v, call.operands)
     names = [one.name for one in driver.launched]
     assert names == ["dequantize", "forward"]
     first, second = (one.params for one in driver.launched)
@@ -140,20 +143,16 @@ def test_a_prompt_attends_the_converted_cache(driver, page):
 
 
 def test_what_is_not_converted(monkeypatch):
-    def error(q, k, v, cache, spec):
-        return forward.cache_error(call_of(q, k, v, spec, cache=cache))
-
-    assert error(*prompt()) is None
-    q, k, v, cache, spec = prompt(dtype=torch.float16)
-    assert error(q, k, v, cache, spec) is None
-    scale = torch.ones(2, 4)
-    assert "with scales to float16" in error(q, k, v, cache._replace(v_scale=scale), spec)
-    q, *rest = prompt()
-    assert "64 and more" in error(q[:, :, :60], *rest)
+    error, call = forward.cache_error, prompt()
+    assert error(call) is None
+    assert "64 and more" in error(call._replace(query=call.query[:, :, :60]))
+    call = prompt(dtype=torch.float16)
+    assert error(call) is None
+    assert "with scales to float16" in error(call.changed(v_scale=torch.ones(2, 4)))
     with torch.device("meta"):
         longest = (1 << 32) // (2 * 4 * 128 * 2)
-        assert error(*prompt(S=longest)) is None
-        reason = error(*prompt(S=longest + 1))
+        assert error(prompt(S=longest)) is None
+        reason = error(prompt(S=longest + 1))
     assert (
         reason
         == f"converts e4m3 caches of at most {longest} keys of such shapes, got {longest + 1}"

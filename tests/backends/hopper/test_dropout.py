@@ -9,7 +9,6 @@ import torch
 from fa_ops.backends import dropout
 from fa_ops.backends.hopper import masks as rows
 from tests.backends.hopper.cuda_as_cpp import built, needs_compiler
-from tests.groups import Packing, Spec
 
 pytestmark = needs_compiler
 
@@ -74,11 +73,11 @@ def launched(source, driver):
     return source
 
 
-def row_seeds(source, driver, shape, spec, packing=None):
-    """The seeds that the kernel writes for queries of this shape."""
-    sequences = None if packing is None else len(packing.cu_seqlens_q) - 1
-    ends = (0, 0) if packing is None else [t.data_ptr() for t in packing[:2]]
-    found = rows.RowSeeds(*shape, None, sequences).run(0, spec.dropout_seed.data_ptr(), *ends)
+def row_seeds(source, driver, shape, seed, *cu_seqlens):
+    """The seeds that the kernel writes for queries of this shape, or packed ones."""
+    sequences = len(cu_seqlens[0]) - 1 if cu_seqlens else None
+    ends = [t.data_ptr() for t in cu_seqlens] or (0, 0)
+    found = rows.RowSeeds(*shape, None, sequences).run(0, seed.data_ptr(), *ends)
     (ctas, _), params = driver.last("row_seeds")
     source.run_row_seeds(ctas, *params)
     return found
@@ -86,10 +85,6 @@ def row_seeds(source, driver, shape, spec, packing=None):
 
 SEEDS = (0, 1, 2**31, 2**32 + 5, 2**62 + 987654321)
 PROBABILITIES = (0.1, 0.5, 0.25, 0.9, 2.0**-20, 1 - 2.0**-33)
-
-
-def spec_of(seed, p):
-    return Spec(dropout_p=p, dropout_seed=torch.tensor([seed]))
 
 
 def dropped(source, keys, columns, p):
@@ -106,34 +101,32 @@ def dropped(source, keys, columns, p):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_weights_are_dropped_as_keep_mask_drops_them(seed, p, launched, driver):
     B, Hq, Sq, Sk = 3, 4, 70, 130
-    spec = spec_of(seed, p)
-    keys = row_seeds(launched, driver, (B, Hq, Sq), spec)
+    seed = torch.tensor([seed])
+    keys = row_seeds(launched, driver, (B, Hq, Sq), seed)
     assert keys.shape == (B * Hq, 128)
     heads, i, j = (
         torch.arange(B * Hq).view(-1, 1, 1),
         torch.arange(Sq).view(-1, 1),
         torch.arange(Sk),
     )
-    expected = dropout.keep_mask(spec.dropout_seed, heads, i, j, p)
+    expected = dropout.keep_mask(seed, heads, i, j, p)
     assert torch.equal(~dropped(launched, keys[:, :Sq], Sk, p), expected)
 
 
 @pytest.mark.parametrize("margin", [0, 7])
 def test_packed_sequences(margin, launched, driver):
     lengths_q, lengths_k, Hq, p = (5, 0, 90, 1, 33), (0, 9, 40, 77, 3), 3, 0.3
-    spec = spec_of(12345, p)
+    seed = torch.tensor([12345])
     ends = [
         (torch.tensor([0, *lengths]).cumsum(0) + margin).int() for lengths in (lengths_q, lengths_k)
     ]
     Tq, Tk = (int(x[-1]) + margin for x in ends)
-    keys = row_seeds(launched, driver, (1, Hq, Tq), spec, Packing(*ends))
+    keys = row_seeds(launched, driver, (1, Hq, Tq), seed, *ends)
     found = ~dropped(launched, keys[:, :Tq], Tk, p)
     for b, (nq, nk) in enumerate(zip(lengths_q, lengths_k)):
         q0, k0 = (int(x[b]) for x in ends)
         heads = torch.arange(Hq).view(-1, 1, 1) + b * Hq
-        expected = dropout.keep_mask(
-            spec.dropout_seed, heads, torch.arange(nq).view(-1, 1), torch.arange(nk), p
-        )
+        expected = dropout.keep_mask(seed, heads, torch.arange(nq).view(-1, 1), torch.arange(nk), p)
         assert torch.equal(found[:, q0 : q0 + nq, k0 : k0 + nk], expected)
 
 

@@ -14,10 +14,8 @@ from fa_ops.backends.hopper.configs import forward_config, short_config
 from fa_ops.backends.hopper.forward import MAX_SPLITS, Combine, Shape, tiling_of
 from fa_ops.backends.hopper.kernel_plan import UNBOUNDED, window_sides
 from fa_ops.backends.hopper.runtime import nvrtc, structs
+from fa_ops.call.call import attention_call
 from tests.backends.hopper.cuda_as_cpp import built, needs_compiler
-from tests.groups import Cache, Spec, call_of
-
-# A forward call of the Hopper backend on the host: which kernels it has compiled.
 
 
 @pytest.fixture
@@ -55,13 +53,13 @@ def test_window_sides(is_causal, left, right, sides, is_bounded):
 def test_nothing_compiles_when_only_lengths_change(compiled, D, rows, options):
     for S in (100, 3000):
         q = torch.empty(1, 2, S, D, dtype=torch.bfloat16)
-        forward.forward(call_of(q, q, q, Spec(**options)))
+        forward.forward(attention_call(q, q, q, **options))
         assert compiled == [rows]
 
 
 def test_wide_heads_have_a_cluster_of_two_ctas_for_each_tile(driver):
     q, k = (torch.empty(2, H, 300, 512, dtype=torch.bfloat16) for H in (6, 2))
-    forward.forward(call_of(q, k, k, Spec(is_causal=True)))
+    forward.forward(attention_call(q, k, k, is_causal=True))
     grid, _ = driver.last("forward_wide")
     assert grid[0] == 2 * 2 * 6 * 3
 
@@ -69,7 +67,7 @@ def test_wide_heads_have_a_cluster_of_two_ctas_for_each_tile(driver):
 def test_masks_and_dropout_have_a_tile_of_their_own(compiled):
     q = torch.empty(1, 2, 100, 64, dtype=torch.bfloat16)
     forward.forward(
-        call_of(q, q, q, Spec(attn_mask=torch.ones(100, 100, dtype=torch.bfloat16)[None, None]))
+        attention_call(q, q, q, attn_mask=torch.ones(100, 100, dtype=torch.bfloat16)[None, None])
     )
     assert compiled == [192]
 
@@ -82,7 +80,6 @@ def test_tiles_are_skipped_by_the_lists_of_a_mask(dtype, driver, compiled, monke
     driver.struct_bytes = layout.size
     q, mask = torch.empty(2, 4, 200, 64).bfloat16(), torch.ones(2, 1, 200, 200, dtype=dtype)
     blocks = mask_blocks.mask_blocks(mask)
-    spec = Spec(attn_mask=mask, mask_blocks=blocks)
     at = layout.fields["blocks"].offset
     if dtype != torch.bool:
         bias = structs.struct_layout("masks.cuh", "Bias")
@@ -91,7 +88,7 @@ def test_tiles_are_skipped_by_the_lists_of_a_mask(dtype, driver, compiled, monke
         (None, (0, 0, 0, 0, 0)),
         (blocks, (blocks.data_ptr(), 4 * blocks.shape[2], 0, 2, 2)),
     ):
-        forward.forward(call_of(q, q, q, spec._replace(mask_blocks=lists)))
+        forward.forward(attention_call(q, q, q, attn_mask=mask, mask_blocks=lists))
         _, data = driver.last("forward")
         assert struct.unpack_from("<Q2q2i", data, at) == expected
     assert compiled[-2:] == [192, 128]
@@ -250,7 +247,8 @@ def queries_and_cache(Sq=20, S=2048, D=64):
     q = torch.randn(2, 8, Sq, D, dtype=torch.bfloat16)
     k, v = (torch.randn(2, 2, S, D, dtype=torch.bfloat16) for _ in "kv")
     lens = torch.tensor([30, 2000], dtype=torch.int32)
-    return q, k, v, Cache(), Spec(is_causal=True, kv_lens=lens, sinks=torch.ones(8))
+    sinks = torch.ones(8)
+    return attention_call(q, k, v, is_causal=True, kv_lens=lens, sinks=sinks, over_cache=True)
 
 
 def test_parts_are_written_by_one_kernel_and_read_by_the_next(driver, monkeypatch):
@@ -265,8 +263,8 @@ def test_parts_are_written_by_one_kernel_and_read_by_the_next(driver, monkeypatc
     monkeypatch.setattr(driver, "read", lambda name, pointers: read.append((name, pointers)) or b"")
     parts = Combine.parts
     monkeypatch.setattr(Combine, "parts", lambda self: memory.append(parts(self)) or memory[-1])
-    q, k, v, cache, spec = queries_and_cache()
-    out, lse = prefill.cached_forward(call_of(q, k, v, spec, cache=cache))
+    call = queries_and_cache()
+    out, lse = prefill.cached_forward(call)
     assert [name for name, _ in read] == ["forward", "forward_combine"]
     assert [one.attributes for one in driver.launched[-2:]] == [0, 1]
     forward, combine = compiled["forward"], compiled["forward_combine"]
@@ -274,11 +272,12 @@ def test_parts_are_written_by_one_kernel_and_read_by_the_next(driver, monkeypatc
     (tensor, at, lse_at), rows = memory[0], 2 * 20 * 8
     splits = (lse_at - at) // (rows * 64 * 4)
     assert splits > 1 and tensor.numel() == splits * rows * 65
+    sinks = call.operands.sinks
     addresses = [struct.unpack("<Q", ctypes.string_at(read[1][1][i], 8))[0] for i in range(5)]
-    assert addresses == [at, lse_at, spec.sinks.data_ptr(), out.data_ptr(), lse.data_ptr()]
+    assert addresses == [at, lse_at, sinks.data_ptr(), out.data_ptr(), lse.data_ptr()]
     numbers = [struct.unpack("<i", ctypes.string_at(read[1][1][i], 4))[0] for i in range(5, 10)]
     assert numbers == [splits, rows, 20, 8, 64]
-    assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
+    assert out.shape == call.query.shape and out.transpose(1, 2).is_contiguous()
 
 
 # The exact path of a row that the fast path cannot give: its own source, as C++ on the CPU.

@@ -11,7 +11,7 @@ import torch
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import kernel_plan
 from fa_ops.backends.hopper.runtime import launch, nvrtc, structs
-from tests.groups import Packing, Spec, call_of
+from fa_ops.call.call import attention_call
 
 # Driver calls of the Hopper backend, with a driver that answers as told.
 
@@ -181,7 +181,7 @@ def test_after_an_error_kernels_are_compiled_again(events, monkeypatch):
 def test_packed_sequences_compile_both_kernels_at_once(events, monkeypatch):
     q = torch.zeros(64, 2, 64, dtype=torch.bfloat16)
     ends = torch.tensor([0, 64], dtype=torch.int32)
-    call = call_of(q, q, q, Spec(), Packing(ends, ends))
+    call = attention_call(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends)
     hopper.plan(call).prepare(call)
     assert events[:2] == ["begin packed_ranges", "begin forward"] and len(events) == 6
 

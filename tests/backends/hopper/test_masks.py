@@ -14,13 +14,10 @@ from fa_ops.backends.hopper.configs import MaskGradientConfig, backward_config
 from fa_ops.backends.hopper.masks import ROWS, Bias, MaskLayout, MaskPacker, bits_of
 from fa_ops.backends.hopper.runtime import launch, structs
 from fa_ops.backends.mask_blocks import EMPTY, FULL
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from tests.backends.hopper.cuda_as_cpp import built, needs_compiler
 from tests.backends.hopper.cuda_forward import emulated_forward, run_forward
 from tests.backends.hopper.cuda_masked_backward import emulated_backward, run_backward
-from tests.groups import Spec, call_of
-
-# Bool masks as bits: the kernels of cuda/mask.cu, as C++ on the CPU.
 
 # In place of `ptx.cuh`. The threads of a CTA are coroutines: one that exchanges a value continues
 # when its warp has, and one at a barrier when all threads have come.
@@ -398,10 +395,10 @@ def test_kernels_find_the_mask_in_their_parameters(driver, kernel, source):
     driver.struct_bytes = layout.size
     q, mask = torch.randn(1, 2, 40, 64).half(), torch.randn(40, 40).half()
     blocks = reference.mask_blocks(mask[None, None])
-    spec = Spec(attn_mask=mask[None, None], mask_blocks=blocks)
-    out, lse = forward.forward(call_of(q, q, q, spec))
+    call = attention_call(q, q, q, attn_mask=mask[None, None], mask_blocks=blocks)
+    out, lse = forward.forward(call)
     if kernel == "backward":
-        backward.backward(call_of(q, q, q, spec, saved=Saved(out, None, out, lse, False)))
+        backward.backward(call._replace(saved=Saved(out, None, out, lse, False)))
     data = driver.last(kernel)[1][layout.fields["bias"].offset :]
     address, steps = struct.unpack_from("<Q", data), struct.unpack_from("<Q3q", data, 128)
     assert address == (mask.data_ptr(),) and steps == (mask.data_ptr(), 0, 0, 80)

@@ -12,10 +12,9 @@ from fa_ops.backends.hopper import backward as dense_backward
 from fa_ops.backends.hopper import forward as dense_forward
 from fa_ops.backends.hopper import masks, packed
 from fa_ops.backends.hopper.runtime import nvrtc
-from fa_ops.call.call import Saved, general
+from fa_ops.call.call import Saved, attention_call, general
 from fa_ops.plans import dispatch, planning
 from tests.backends.hopper import test_backward_host as host
-from tests.groups import Spec, call_of
 
 RANGES, SEEDS = packed._PARAMS, masks._ROW_SEEDS
 LENGTHS = (5, 0, 40, 51)
@@ -106,15 +105,14 @@ def test_the_dense_kernels_find_one_long_sequence(noted):
     forward, backward = (noted.last(name)[1] for name in ("forward", "backward"))
     rows = host.of_params(noted.last("preprocess")[1])
     assert (rows["grad_lse"], rows["saved_lse"]) == ((grad_lse.data_ptr(),), (lse.data_ptr(),))
-    spec = Spec(key_ranges=torch.zeros(1, 1, TOKENS, 2, dtype=torch.int32))
+    ranges = torch.zeros(1, 1, TOKENS, 2, dtype=torch.int32)
     dense = [t.detach().transpose(0, 1)[None] for t in (q, k, v, grad_out, out)]
-    dense_forward.forward(call_of(*dense[:3], spec))
+    dense_forward.forward(attention_call(*dense[:3], key_ranges=ranges))
     at = dense_forward._PARAMS.fields["q_strides"].offset
     assert noted.last("forward")[1][at:] == forward[at:]
     q, k, v, grad_out, out = dense
-    dense_backward.backward(
-        call_of(q, k, v, spec, saved=Saved(grad_out, grad_lse[None], out, lse[None]))
-    )
+    saved = Saved(grad_out, grad_lse[None], out, lse[None])
+    dense_backward.backward(attention_call(q, k, v, key_ranges=ranges, saved=saved))
     at = dense_backward._PARAMS.fields["B"].offset
     assert noted.last("backward")[1][at:] == backward[at:]
 

@@ -9,10 +9,10 @@ import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import forward
 from fa_ops.backends.hopper.runtime import nvrtc
+from fa_ops.call.call import attention_call
 from fa_ops.functions import varlen
 from fa_ops.ops import eager
 from fa_ops.plans import dispatch, planning
-from tests.groups import Cache, Packing, Spec, call_of
 
 
 def described(tokens=90, page=16, Hq=8, Hkv=2, D=64, **options):
@@ -22,8 +22,10 @@ def described(tokens=90, page=16, Hq=8, Hkv=2, D=64, **options):
     ends = torch.tensor([0, 70, 70, 85], dtype=torch.int32)
     lens = torch.tensor([100, 30, 160], dtype=torch.int32)
     table = torch.arange(3 * 12, dtype=torch.int32).view(3, 12)
-    spec = Spec(is_causal=True, kv_lens=lens, **options)
-    return call_of(q, k, v, spec, Packing(ends, ends), Cache(table))
+    return attention_call(
+        q, k, v, is_causal=True, kv_lens=lens, cu_seqlens_q=ends, cu_seqlens_k=ends,
+        page_table=table, **options,
+    )  # fmt: skip
 
 
 def test_the_kernel_finds_borders_and_tables(driver, monkeypatch):

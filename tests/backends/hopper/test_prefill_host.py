@@ -9,8 +9,8 @@ import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import configs, decode, forward
 from fa_ops.backends.hopper.runtime import nvrtc
+from fa_ops.call.call import attention_call
 from fa_ops.plans import dispatch
-from tests.groups import Cache, Spec, call_of
 
 LENS = torch.tensor([30, 500], dtype=torch.int32)
 
@@ -22,11 +22,13 @@ def driver(driver):
 
 
 def paged(page=16, Dv=64, Sq=64, Hq=64, row=40):
-    """Queries, pages with a table that is part of a larger one, and their spec."""
+    """A call over pages, whose table is part of a larger one."""
     q = torch.randn(2, Hq, Sq, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(90, page, 4, width, dtype=torch.bfloat16) for width in (64, Dv))
     table = torch.arange(2 * (row + 5), dtype=torch.int32).view(2, row + 5)[:, :row]
-    return q, k, v, Cache(table), Spec(is_causal=True, kv_lens=LENS)
+    return attention_call(
+        q, k, v, is_causal=True, kv_lens=LENS, page_table=table, over_cache=True
+    )  # fmt: skip
 
 
 def told(params: bytes, at: int) -> tuple[tuple[int, ...], ...]:
@@ -42,8 +44,9 @@ def told(params: bytes, at: int) -> tuple[tuple[int, ...], ...]:
 
 @pytest.mark.parametrize("page", [16, 32, 64, 192])
 def test_the_kernel_finds_pages_and_their_table(driver, page):
-    q, k, v, cache, spec = paged(page)
-    out, lse = forward.cached_forward(call_of(q, k, v, spec, cache=cache))
+    call = paged(page)
+    (q, k, v), pages = call[:3], call.operands.page_table
+    out, lse = forward.cached_forward(call)
     params = driver.launched[-1].params
     row = 4 * 64 * 2
     for at, x in ((128, k), (256, v)):
@@ -58,16 +61,16 @@ def test_the_kernel_finds_pages_and_their_table(driver, page):
     sizes = struct.unpack_from("<7i", params, 568)
     assert sizes == (2, 64, 16, 64, 40 * page, 64, 64)
     table = struct.unpack_from("<Q3i", params, 680)
-    assert table == (cache.page_table.data_ptr(), 45, page, 90)
+    assert table == (pages.data_ptr(), 45, page, 90)
     assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
 
 
 def test_copies_bring_pages_with_all_features_where_groups_of_keys_are_regular(driver):
-    q, _, _, cache, spec = paged()
-    q, driver.struct_bytes = torch.cat((q, q), -1), 712
+    call, driver.struct_bytes = paged(), 712
+    call = call._replace(query=torch.cat((call.query, call.query), -1))
     pages = torch.randn(90, 2, 16, 4, 128, dtype=torch.bfloat16)  # keys and values of a page
     k, v = pages[:, 0], pages[:, 1]
-    forward.cached_forward(call_of(q, k, v, spec, cache=cache))
+    forward.cached_forward(call._replace(key=k, value=v))
     params = driver.launched[-1].params
     row = 4 * 128 * 2
     for at, x in ((128, k), (256, v)):
@@ -76,25 +79,24 @@ def test_copies_bring_pages_with_all_features_where_groups_of_keys_are_regular(d
         assert steps == (row, 128, 8 * row, 256) and box == (64, 8, 2, 2, 1)
     assert struct.unpack_from("<5i", params, 688) == (45, 16, 90, 4, 4)
     apart = torch.randn(90, 17, 4, 128, dtype=torch.bfloat16)[:, :16]  # 17 keys from page to page
-    forward.cached_forward(call_of(q, apart, apart, spec, cache=cache))
+    forward.cached_forward(call._replace(key=apart, value=apart))
     assert told(driver.launched[-1].params, 128)[3] == (64, 16, 1, 1)
 
 
 @pytest.mark.parametrize("page", [0, 64])
 def test_a_prepared_call_fills_the_same_struct(driver, page):
-    q, k, v, cache, spec = paged()
-    slopes, sinks = torch.ones(64), torch.ones(64)
-    spec = spec._replace(alibi_slopes=slopes, sinks=sinks)
+    call = paged().changed(alibi_slopes=torch.ones(64), sinks=torch.ones(64))
     if not page:
-        cache, (k, v) = Cache(), (torch.randn(2, 4, 640, 64, dtype=torch.bfloat16) for _ in "kv")
-    call = call_of(q, k, v, spec, cache=cache)
+        k, v = (torch.randn(2, 4, 640, 64, dtype=torch.bfloat16) for _ in "kv")
+        call = call.changed(key=k, value=v, page_table=None)
+    given = *call[:3], call.operands
     run, of_backend = forward.prepare_cached(call), hopper.plan(call).prepare(call)
     # all but the results and the counter of tiles
     found = []
     for attend in (
-        lambda: run(q, k, v, call.operands),
-        lambda: of_backend(q, k, v, call.operands),
-        lambda: forward.cached_forward(call_of(q, k, v, spec, cache=cache)),
+        lambda: run(*given),
+        lambda: of_backend(*given),
+        lambda: forward.cached_forward(call),
     ):
         out, lse = attend()
         params = driver.launched[-1].params
@@ -109,23 +111,21 @@ def test_one_kernel_serves_all_lengths_and_tables(driver, monkeypatch):
         nvrtc, "program", lambda source, entry, defines: compiled.append(defines) or entry
     )
     for Sq, row in ((256, 40), (500, 7), (1000, 3)):
-        q, k, v, cache, spec = paged(Sq=Sq, row=row)
-        forward.cached_forward(call_of(q, k, v, spec, cache=cache))
+        forward.cached_forward(paged(Sq=Sq, row=row))
     assert len(compiled) == 1
     found = [compiled[0][name] for name in ("IS_PAGED", "COPY_KEYS", "BLOCK_N", "PACKED_HEADS")]
     assert found == [1, 16, 64, 1]
     for Sq, row in ((64, 40), (17, 7), (77, 3)):  # tiles that one head does not fill
-        q, k, v, cache, spec = paged(Sq=Sq, row=row)
-        forward.cached_forward(call_of(q, k, v, spec, cache=cache))
+        forward.cached_forward(paged(Sq=Sq, row=row))
     assert len(compiled) == 2 and compiled[1]["PACKED_HEADS"] == 16
 
 
 def test_a_table_without_pages_has_no_keys(driver):
-    q, k, v, cache, spec = paged(row=0)
-    out, _ = forward.cached_forward(call_of(q, k, v, spec, cache=cache))
+    call = paged(row=0)
+    out, _ = forward.cached_forward(call)
     (Sk,) = struct.unpack_from("<i", driver.launched[-1].params, 568 + 16)
-    assert Sk == 0 and out.shape == q.shape
-    decode.forward(call_of(q[:, :8, :1], k, v, spec, cache=cache))
+    assert Sk == 0 and out.shape == call.query.shape
+    decode.forward(call._replace(query=call.query[:, :8, :1]))
     assert driver.launched[-1].name == "decode"
 
 
@@ -139,28 +139,27 @@ def test_blocks_are_whole_copies_of_whole_pages(dims, page):
 
 
 def test_which_kernel_a_cache_is_for():
-    q, k, v, cache, spec = paged()
-    assert hopper._cache_module(call_of(q, k, v, cache=cache)) is forward
-    few = q[:, :16, :4]  # 4 queries of each of 4 heads
-    assert hopper._cache_module(call_of(few, k, v, cache=cache)) is decode
-    assert forward.cache_error(call_of(q, k, v, spec, cache=cache)) is None
+    call = paged()
+    assert hopper._cache_module(call) is forward and forward.cache_error(call) is None
+    few = call.query[:, :16, :4]  # 4 queries of each of 4 heads
+    assert hopper._cache_module(call._replace(query=few)) is decode
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v, c, s: (q, k[:, :4], v[:, :4], c, s), "needs pages of 16, 32 or"),
-        (lambda q, k, v, c, s: (q, k, v, c._replace(num_splits=2), s), "without num_splits"),
-        (lambda q, k, v, c, s: (q, k, v, c._replace(key=q), s), "does not write to caches"),
-        (lambda q, k, v, c, s: (q, k.half(), v.half(), c, s), "got float16 for queries"),
-        (lambda q, k, v, c, s: (q, k, v.repeat(1, 1, 1, 2), c, s), "value head dim"),
-        (lambda q, k, v, c, s: (q, k, v, c, s._replace(scale=-1.0)), "needs a positive scale"),
-        (lambda q, k, v, c, s: (q, k, v, c, s._replace(key_ranges=LENS)), "has no key_ranges"),
+        (lambda q, k, v: {"key": k[:, :4], "value": v[:, :4]}, "needs pages of 16, 32 or"),
+        (lambda q, k, v: {"num_splits": 2}, "without num_splits"),
+        (lambda q, k, v: {"new_key": q}, "does not write to caches"),
+        (lambda q, k, v: {"key": k.half(), "value": v.half()}, "got float16 for queries"),
+        (lambda q, k, v: {"value": v.repeat(1, 1, 1, 2)}, "value head dim"),
+        (lambda q, k, v: {"scale": -1.0}, "needs a positive scale"),
+        (lambda q, k, v: {"key_ranges": LENS}, "has no key_ranges"),
     ],
 )
 def test_what_it_does_not_take(change, message):
-    q, k, v, cache, spec = change(*paged())
-    assert message in forward.cache_error(call_of(q, k, v, spec, cache=cache))
+    call = paged()
+    assert message in forward.cache_error(call.changed(**change(*call[:3])))
 
 
 def test_the_choice_of_one_call_does_not_stand_for_another(monkeypatch):
@@ -176,12 +175,13 @@ def test_the_choice_of_one_call_does_not_stand_for_another(monkeypatch):
         monkeypatch.setattr(
             module, "prepare", lambda call, name=module.__name__: lambda *args: (name, None)
         )
-    q, k, v, cache, _ = paged()
+    call = paged()
+    (q, k, v), table = call[:3], call.operands.page_table
     ranges = torch.zeros(2, 1, 1, 2, dtype=torch.int32)
 
     def attend(q):
         return fa_ops.attention_with_kv_cache(
-            q, k, v, LENS, cache.page_table, True, key_ranges=ranges, backend="hopper"
+            q, k, v, LENS, table, True, key_ranges=ranges, backend="hopper"
         )
 
     for _ in range(2):

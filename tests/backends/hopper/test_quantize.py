@@ -8,10 +8,10 @@ import torch
 from fa_ops.backends import quantization
 from fa_ops.backends.hopper import eight_bit
 from fa_ops.backends.hopper.kernel_plan import Geometry
+from fa_ops.call.call import attention_call
 from fa_ops.call.options import Operands
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
-from tests.groups import Quantization, Spec, call_of
 
 BLOCK = eight_bit.VALUE_BLOCK
 
@@ -50,18 +50,18 @@ def test_numbers_are_those_of_the_definition(D, Dv, Sq, Sk, rotate, lens, driver
     )
     k = k + 3 * torch.randn(1, 1, 1, D, generator=g).bfloat16()
     kv_lens = torch.tensor([Sk, Sk // 2 + 1], dtype=torch.int32) if lens else None
-    how = Quantization(None, None, None, torch.float8_e4m3fn, True, rotate)
     tensors = Operands(kv_lens=kv_lens)
-    plan = eight_bit.Quantizer(Geometry.of(call_of(q, k, v)), False, True, rotate)
+    plan = eight_bit.Quantizer(Geometry.of(attention_call(q, k, v)), False, True, rotate)
     found, memory = plan.run(q, k, v, tensors, 0, True)
     memory[: plan._zeroed] = 0  # which the driver would set
     grid, params = driver.last("quantize")
     defines = eight_bit.quantize_defines(q.dtype, D, Dv, False, rotate)
     wrong = cuda_quantized.quantisation(tmp_path, "quantise", defines).run(params, grid[0], 0)
     assert wrong is None, wrong
-    wanted = quantization.quantised(
-        call_of(q, k, v, Spec(kv_lens=kv_lens), quantization=how), torch.float64
+    call = attention_call(
+        q, k, v, kv_lens=kv_lens, qk_dtype=torch.float8_e4m3fn, rotate=rotate, eight_bits=True
     )
+    wanted = quantization.quantised(call, torch.float64)
     e4m3, blocks = torch.float8_e4m3fn, plan.blocks
     scale = read(found.q_scale, (B, Hq, Sq), torch.float32)
     number = read(found.query, (B, Hq, Sq, D), e4m3)

@@ -7,10 +7,10 @@ import torch
 
 import fa_ops
 from fa_ops.backends.hopper import eight_bit, kernel_plan
+from fa_ops.call.call import attention_call
 from fa_ops.call.options import NO_OPERANDS
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
-from tests.groups import Quantization, Spec, call_of
 
 E4M3 = torch.float8_e4m3fn
 
@@ -29,7 +29,6 @@ def test_queries_are_quantised_in_the_kernel(
         for H, S, n in ((Hq, Sq, D), (Hkv, Sk, D), (Hkv, Sk, Dv))
     )
     k = k + 3 * torch.randn(1, 1, 1, D, generator=g).bfloat16()
-    how, spec = Quantization(None, None, None, E4M3, True, rotate), Spec(is_causal=causal)
     compiled = {}
     for module in (kernel_plan, eight_bit):
         kernel = module.kernel
@@ -39,7 +38,9 @@ def test_queries_are_quantised_in_the_kernel(
             return kernel(name, *args)
 
         monkeypatch.setattr(module, "kernel", noted)
-    call = call_of(q, k, v, spec, quantization=how)
+    call = attention_call(
+        q, k, v, is_causal=causal, qk_dtype=E4M3, rotate=rotate, eight_bits=True
+    )  # fmt: skip
     eight_bit._plan.cache_clear()
     plan = eight_bit.plan_of(call)
     driver.struct_bytes = eight_bit._QUANTIZE_PARAMS.size

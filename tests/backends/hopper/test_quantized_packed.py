@@ -10,9 +10,9 @@ import torch
 
 import fa_ops
 from fa_ops.backends.hopper import eight_bit, kernel_plan
+from fa_ops.call.call import attention_call
 from tests.backends.hopper import cuda_quantized
 from tests.backends.hopper.cuda_as_cpp import needs_compiler
-from tests.groups import Cache, Packing, Quantization, Spec, call_of
 
 E4M3 = torch.float8_e4m3fn
 LAYOUT = eight_bit._LAYOUT
@@ -25,7 +25,7 @@ def driver(driver):
 
 
 def described(
-    page=0, heads=(2, 1), D=32, Dv=16, ends=(1, 20, 20, 60), lens=None, seed=0, signs=1, **spec
+    page=0, heads=(2, 1), D=32, Dv=16, ends=(1, 20, 20, 60), lens=None, seed=0, signs=1, **options
 ):
     """A call of three sequences, one of which has no query; two tokens are of none.
 
@@ -44,28 +44,26 @@ def described(
     if page:
         k, v = numbers(40, page, heads[1], D), numbers(40, page, heads[1], Dv)
         table = torch.randperm(40, generator=g)[: B * 12].view(B, 12).int()
-        cache, ends_k, lens = Cache(table), ends_q, lens or (100, 30, 12 * page)
+        ends_k, lens = None, lens or (100, 30, 12 * page)
     else:
         k, v = numbers(300, heads[1], D), numbers(300, heads[1], Dv)
-        cache, ends_k = None, torch.tensor([3, 133, 150, 290], dtype=torch.int32)
+        table, ends_k = None, torch.tensor([3, 133, 150, 290], dtype=torch.int32)
     lens = lens and torch.tensor(lens, dtype=torch.int32)
-    return call_of(
-        q, k, v, Spec(kv_lens=lens, backend="hopper", **spec),
-        Packing(ends_q, None if cache else ends_k), cache, backend="hopper",
-        quantization=Quantization(*scales, None, False, False),
+    return attention_call(
+        q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, page_table=table, kv_lens=lens,
+        q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], smooth_key=False,
+        eight_bits=True, backend="hopper", **options,
     )  # fmt: skip
 
 
 def expected(call):
     """What the oracle makes of the same call."""
-    t, spec = call.operands, call.options
-    window = (
-        None if spec.window_left < 0 > spec.window_right else (spec.window_left, spec.window_right)
-    )
+    t, o = call.operands, call.options
+    window = None if o.window_left < 0 > o.window_right else (o.window_left, o.window_right)
     return fa_ops.attention_varlen(
         call.query, call.key, call.value, t.cu_seqlens_q, t.cu_seqlens_k, kv_lens=t.kv_lens,
-        page_table=t.page_table, sinks=t.sinks, is_causal=spec.is_causal, window=window,
-        softcap=spec.softcap, q_scale=t.q_scale, k_scale=t.k_scale, v_scale=t.v_scale,
+        page_table=t.page_table, sinks=t.sinks, is_causal=o.is_causal, window=window,
+        softcap=o.softcap, q_scale=t.q_scale, k_scale=t.k_scale, v_scale=t.v_scale,
         return_lse=True, backend="reference",
     )  # fmt: skip
 
@@ -201,10 +199,10 @@ def beside_a_dominant_key(D=32, Dv=16, Sq=20, Sk=385):
     k[-1], v[-1] = 0.0, 0.0
     k[-1, 0, 0] = 88.0
     ends_q, ends_k = (torch.tensor([0, n], dtype=torch.int32) for n in (Sq, Sk))
-    return call_of(
-        q.to(E4M3), k.to(E4M3), v.to(E4M3), Spec(backend="hopper"),
-        Packing(ends_q, ends_k), backend="hopper",
-        quantization=Quantization(*[torch.ones(1, 1)] * 3, None, False, False),
+    one = torch.ones(1, 1)
+    return attention_call(
+        q.to(E4M3), k.to(E4M3), v.to(E4M3), cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, q_scale=one,
+        k_scale=one, v_scale=one, smooth_key=False, eight_bits=True, backend="hopper",
     )  # fmt: skip
 
 

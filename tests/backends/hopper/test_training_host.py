@@ -14,12 +14,11 @@ from fa_ops.backends.hopper import backward as dense_backward
 from fa_ops.backends.hopper import forward as dense_forward
 from fa_ops.backends.hopper import masks
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import Saved, general
+from fa_ops.call.call import Saved, attention_call, general
 from fa_ops.call.options import NO_OPERANDS
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing.allocators import poisoned_memory
 from tests.backends.hopper import test_backward_host as host
-from tests.groups import Spec, call_of
 
 driver = host.driver
 OF_FORWARD = dense_forward._PARAMS.fields["bias"].offset  # bytes
@@ -90,7 +89,7 @@ def test_each_call_has_its_own_tensors_and_the_same_sizes(noted):
     assert_hopper_runs_both()
     out, lse = prepared()[0](*(t.detach() for t in (q, k, v)), NO_OPERANDS)
     dense_backward.backward(
-        call_of(q, k, v, Spec(is_causal=True), saved=Saved(grad_out, None, out, lse))
+        attention_call(q, k, v, is_causal=True, saved=Saved(grad_out, None, out, lse))
     )
     expected = noted.last("backward")[1][at:]
     assert packed == [expected] * 2 and products[at:] == expected
@@ -205,7 +204,7 @@ def test_results_that_no_kernel_writes_are_nan_under_test(noted, monkeypatch):
     with poisoned_memory():
         out = fa_ops.attention(*inputs(), return_lse=True)
         (q, k, v), grad_out = inputs(), torch.zeros_like(out[0])
-        grads = dense_backward.backward(call_of(q, k, v, Spec(), saved=Saved(grad_out, None, *out)))
+        grads = dense_backward.backward(attention_call(q, k, v, saved=Saved(grad_out, None, *out)))
     assert all(t.isnan().all() for t in (*out, *grads[:3]))
 
 

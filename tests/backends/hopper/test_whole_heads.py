@@ -8,7 +8,6 @@ from fa_ops.backends.hopper.backward import prefers_own_row_sums, prefers_whole_
 from fa_ops.backends.hopper.kernel_plan import UNBOUNDED
 from fa_ops.call.call import Saved, attention_call
 from tests.backends.hopper.test_backward_host import driver, of_params, tensors  # noqa: F401
-from tests.groups import Spec, call_of
 
 FULL, CAUSAL, WINDOW = (UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0), (100, UNBOUNDED)
 
@@ -87,8 +86,8 @@ def test_a_call(driver, D, deterministic, alone, monkeypatch):  # noqa: F811
     monkeypatch.setattr(backward, "prefers_own_row_sums", lambda *args: alone)
     backward._plan.cache_clear()
     g, q, k, v, out, lse = tensors(4, 4, 2, 200, 300, D)
-    spec = Spec(is_causal=True, deterministic=deterministic)
-    backward.backward(call_of(q, k, v, spec, saved=Saved(g, None, out, lse)))
+    call = attention_call(q, k, v, is_causal=True, deterministic=deterministic)
+    backward.backward(call._replace(saved=Saved(g, None, out, lse)))
     grid, products = driver.last("backward")
     found = of_params(products)
     assert grid == (4, 1)  # of 8 heads of keys on 4 processors
