@@ -298,12 +298,17 @@ def rank(name: str, t: Tensor, layout: str) -> None:
         remedy = f"pass {name}.flatten(0, 1) of (B, S, H, D), or batches to attention"
     elif layout != LAYOUT:
         remedy = "without page_table it is (B, Hkv, S, D)"
-    elif t.dim() > dims:
-        remedy = f"pass {name}.flatten(0, {-dims})"
     else:
-        remedy = f"pass {name}[{', '.join(['None'] * (dims - t.dim()))}]"
+        remedy = leading_dims_remedy(name, t, dims)
         remedy += ", or tokens (T, H, D) to attention_varlen" * (t.dim() == 3)
     need(False, "{} must have shape {}, got {}: {}", name, layout, t.shape, remedy)
+
+
+def leading_dims_remedy(name: str, t: Tensor, dims: int) -> str:
+    """The expression of a tensor with so many dimensions: the first ones are joined or added."""
+    if t.dim() > dims:
+        return f"pass {name}.flatten(0, {-dims})"
+    return f"pass {name}[{', '.join(['None'] * (dims - t.dim()))}]"
 
 
 def query_dtype(q: Tensor) -> None:

@@ -23,6 +23,7 @@ from fa_ops.ops.autograd import undifferentiable
 # Arguments as flash-attn takes them: numbers of any kind, layouts, strides, windows.
 
 DENSE, PACKED, PAGES = "(B, S, H, D)", "(T, H, D)", "(pages, page_size, H, D)"
+_BORDERS = "pass the first token of each sequence, then the number of tokens"
 Window = tuple[int | None, int | None]
 
 
@@ -72,16 +73,22 @@ def sides(window: object) -> Window | None:
 
 def shape(layout: str, **tensors: Tensor) -> None:
     """Raise TypeError or ValueError unless the tensors have as many dimensions as the layout."""
+    dims = layout.count(",") + 1
     for name, t in tensors.items():
-        if need_tensor(name, t).dim() != layout.count(",") + 1:
-            raise ValueError(f"{name} must have shape {layout}, got {tuple(t.shape)}")
+        if need_tensor(name, t).dim() != dims:
+            remedy = checks.leading_dims_remedy(name, t, dims)
+            if layout == DENSE and t.dim() == 3:
+                remedy += ", or packed tokens to a varlen function"
+            raise ValueError(f"{name} must have shape {layout}, got {tuple(t.shape)}: {remedy}")
 
 
 def parts(name: str, packed: Tensor, count: int, layout: str) -> tuple[Tensor, ...]:
     """The tensors that are stacked along the third dimension from the end."""
-    shape(layout, **{name: packed})
-    if packed.shape[-3] != count:
-        raise ValueError(f"{name} must have shape {layout}, got {tuple(packed.shape)}")
+    if need_tensor(name, packed).dim() != layout.count(",") + 1 or packed.shape[-3] != count:
+        raise ValueError(
+            f"{name} must have shape {layout}, got {tuple(packed.shape)}: pass "
+            f"torch.stack([{', '.join('qkv'[-count:])}], -3)"
+        )
     return packed.unbind(-3)
 
 
@@ -89,7 +96,7 @@ def score_options(softmax_scale, causal, window_size, softcap) -> dict:
     """The options of scores and masks, which all functions have in common."""
     scale = None if softmax_scale is None else number("softmax_scale", softmax_scale)
     if type(scale) is float and not math.isfinite(scale):
-        raise ValueError(f"softmax_scale must be finite, got {scale}")
+        raise ValueError(f"softmax_scale must be finite, got {scale}: None is 1 / sqrt(D)")
     return {
         "is_causal": flag("causal", causal), "scale": scale,
         "window": sides(window_size), "softcap": number("softcap", softcap),
@@ -115,7 +122,10 @@ def lengths(name: str, lens: object, rows: int, room: int, device: torch.device)
         return lens.expand(rows) if lens.dim() < 2 and lens.numel() == 1 else lens
     lens = count(name, lens, "a Tensor or an int")
     if not 0 <= lens <= room:
-        raise ValueError(f"{name} must lie within the cache's {room} keys, got {lens}")
+        raise ValueError(
+            f"{name} must lie within the cache's {room} keys, got {lens}: pass a longer cache, or "
+            "fewer keys"
+        )
     return torch.full((rows,), lens, dtype=torch.int32, device=device)
 
 
@@ -124,7 +134,7 @@ def of_sequences(name: str, x: Tensor | None, count: int) -> Tensor | None:
     if x is None:
         return None
     need_int32(name, x)
-    has_shape(name, x, (count,))
+    has_shape(name, x, (count,), f"pass a number for each of the {count} sequences")
     return x
 
 
@@ -138,20 +148,22 @@ def need_int32(name: str, x: Tensor) -> Tensor:
 def check_list(name: str, ends: Tensor) -> None:
     """Raise TypeError or ValueError unless these may be cumulative lengths, int32 (B + 1,)."""
     if need_int32(name, ends).dim() != 1 or not ends.shape[0]:
-        raise ValueError(f"{name} must have shape (B + 1,), got {tuple(ends.shape)}")
+        raise ValueError(f"{name} must have shape (B + 1,), got {tuple(ends.shape)}: {_BORDERS}")
 
 
-def has_shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:
+def has_shape(name: str, x: Tensor, expected: tuple[int, ...], remedy: str) -> None:
     """Raise ValueError unless the tensor has this shape; can be traced with symbolic sizes."""
     if tuple(x.shape) != tuple(expected):
-        raise ValueError(f"{name} must have shape {tuple(expected)}, got {tuple(x.shape)}")
+        found = tuple(x.shape)
+        raise ValueError(f"{name} must have shape {tuple(expected)}, got {found}: {remedy}")
 
 
 def buffers(**pairs: tuple[Tensor | None, tuple[int, ...]]) -> None:
     """Raise ValueError unless each buffer for a result is None or has the result's shape."""
     for name, (buffer, expected) in pairs.items():
         if buffer is not None:
-            has_shape(name, need_tensor(name, buffer), expected)
+            remedy = f"pass {name}.new_empty{tuple(expected)}"
+            has_shape(name, need_tensor(name, buffer), expected, remedy)
 
 
 def infinite_where_empty(lse: Tensor) -> Tensor:
@@ -196,7 +208,7 @@ def check_packing(packing: Borders, tokens: tuple[int, int]) -> None:
     """
     for name, ends, most in zip(("cu_seqlens_q", "cu_seqlens_k"), packing[:2], tokens):
         check_list(name, ends)
-        has_shape(name, ends, (len(packing[0]),))
+        has_shape(name, ends, (len(packing[0]),), "both are of the same sequences")
         if tracing.can_read(ends):
             checks.cu_seqlens(name, ends, most)
 
@@ -204,7 +216,7 @@ def check_packing(packing: Borders, tokens: tuple[int, int]) -> None:
 def check_longest(name: str, longest: int | None, lens: Tensor) -> None:
     """Raise ValueError for an upper bound that is negative or, on the CPU, below a length."""
     if longest is not None and longest < 0:
-        raise ValueError(f"{name} must not be negative, got {longest}")
+        raise ValueError(f"{name} must not be negative, got {longest}: pass the longest length")
     if tracing.can_read(lens):
         checks.max_seqlen(name, longest, lens, "queries" if name.endswith("q") else "keys")
 
@@ -348,7 +360,7 @@ class Rotation(NamedTuple):
             needed, found = int(offsets.max()) + steps, self.cos.shape[0]
             if needed > found:
                 raise ValueError(
-                    f"rotary_cos has {found} positions, but {needed} are needed: it has a row for "
+                    f"rotary_cos has {found} positions, but {needed} are needed: pass a row for "
                     "each"
                 )
 
@@ -476,9 +488,9 @@ def check_appended(
     shape(PACKED, k=k, v=v)
     for name, x, cache in (("k", k, caches.k), ("v", v, caches.v)):
         checks.same_device(q, name, x, "q")
-        checks.need(x.dtype == q.dtype, "{} is {}, but q is {}", name, x.dtype, q.dtype,
-                    error=TypeError)  # fmt: skip
-        has_shape(name, x, (k.shape[0], *cache.shape[2:]))
+        checks.same_dtype(q, name, x, "q")
+        expected = k.shape[0], *cache.shape[2:]
+        has_shape(name, x, expected, "pass k's tokens, with the heads and features of the cache")
     has_memory = not (tracing.is_compiling() or tracing.in_functorch()) and all(
         type(t) in tracing.PLAIN and library.is_strided(t) for t in (caches.k, caches.v)
     )
@@ -488,9 +500,10 @@ def check_appended(
                     "v_cache shares memory with k_cache, and both are written to: pass "
                     "v_cache.clone()")  # fmt: skip
     checks.integers(k, "cu_seqlens_k_new", ends)
-    has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,))
+    has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,), _BORDERS)
     checks.integers(k, "cache_seqlens", lens)
-    has_shape("cache_seqlens", lens, (len(caches.table),))
+    of_rows = "pass the number of keys that each sequence has in the cache"
+    has_shape("cache_seqlens", lens, (len(caches.table),), of_rows)
     if not tracing.can_read(ends, lens, caches.table):
         return
     checks.cu_seqlens("cu_seqlens_k_new", ends, k.shape[0])
@@ -499,12 +512,13 @@ def check_appended(
         if held < 0 or held + new > caches.room:
             raise ValueError(
                 f"cache_seqlens[{b}] is {held}, which with {new} new keys is not within the "
-                f"cache's {caches.room}"
+                f"cache's {caches.room}: pass a longer cache, or fewer keys"
             )
         used = caches.table[b, : -(-(held + new) // size)]
         if ((used < 0) | (used >= len(caches.k))).any():
             raise ValueError(
-                f"page_table[{b}] has pages {used.tolist()}, but there are {len(caches.k)}"
+                f"page_table[{b}] has pages {used.tolist()}, but there are {len(caches.k)}: the "
+                "first one is 0"
             )
 
 
@@ -545,7 +559,8 @@ def caches_of(
     k, v = without_gradient(k), without_gradient(v)
     if batch_idx is not None:
         checks.integers(k, "cache_batch_idx", need_tensor("cache_batch_idx", batch_idx))
-        has_shape("cache_batch_idx", batch_idx, (rows,))
+        remedy = "pass a row of the cache for each row of q"
+        has_shape("cache_batch_idx", batch_idx, (rows,), remedy)
     if table is not None:
         shape("(B, max_pages)", **{name: table})
         need_int32(name, table)
@@ -577,7 +592,9 @@ def _check_rows(batch_idx: Tensor, name: str, rows: int) -> None:
         low, high = int(batch_idx.min()), int(batch_idx.max())
         if low < 0 or high >= rows:
             wrong = low if low < 0 else high
-            raise ValueError(f"cache_batch_idx has {wrong}, but {name} has {rows} rows")
+            raise ValueError(
+                f"cache_batch_idx has {wrong}, but {name} has {rows} rows: the first one is 0"
+            )
 
 
 def attend_rows(
@@ -663,14 +680,20 @@ def check_new(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
         if t is not None:
             need_tensor(name, t)
     if rotary_cos is not None and k is None:
-        raise ValueError("k must be given with rotary_cos, which rotates both queries and new keys")
+        raise ValueError(
+            "k must be given with rotary_cos, which rotates queries and new keys, got None: pass k "
+            "and v"
+        )
     if (k is None) != (v is None):
         given, missing = ("v", "k") if k is None else ("k", "v")
         raise ValueError(
             f"k and v must be given together, got {given} without {missing}: pass both, or neither"
         )
     if k is not None and cache_seqlens is None:
-        raise ValueError("cache_seqlens must be given with k, which is written behind them")
+        raise ValueError(
+            "cache_seqlens must be given with k, which is written behind them, got None: pass the "
+            "number of keys that the cache holds"
+        )
 
 
 def _is_bounded(window: Window | None, unbounded: tuple[int, int]) -> bool:

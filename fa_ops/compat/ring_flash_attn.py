@@ -301,12 +301,14 @@ def _check_parts(ends: tuple[int, ...], tokens: int, multiple: int) -> None:
     lengths = [b - a for a, b in zip(ends, ends[1:])]
     if not lengths or ends[0] or ends[-1] != tokens or min(lengths) < 0:
         raise ValueError(
-            f"cu_seqlens must rise from 0 to q's {tokens} tokens, got {list(ends[:16])}"
+            f"cu_seqlens must rise from 0 to q's {tokens} tokens, got {list(ends[:16])}: pass the "
+            "boundaries of this process's parts"
         )
     odd = [n for n in lengths if n % multiple]
     if odd:
         raise ValueError(
-            f"cu_seqlens must have parts of even lengths in zigzag order, got {odd[:16]}"
+            f"cu_seqlens must have parts of even lengths in zigzag order, got {odd[:16]}: pad the "
+            "sequences to multiples of twice the number of processes"
         )
 
 
@@ -360,7 +362,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
     ends = cu_seqlens.tolist()
     if len(ends) < 2 or ends[0] or ends != sorted(ends) or ends[-1] % size:
         raise ValueError(
-            f"cu_seqlens must rise from 0 to a multiple of world_size {size}, got {ends[:16]}"
+            f"cu_seqlens must rise from 0 to a multiple of world_size {size}, got {ends[:16]}: pad "
+            "the last sequence"
         )
     local = ends[-1] // size
     first, last = rank * local, (rank + 1) * local
@@ -601,12 +604,18 @@ def _check_gathering(q: Tensor, k: Tensor, v: Tensor, job: Gathering, dropout_p:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     keys, tokens = job.keys, k.shape[0] * job.members.size
     if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must be as long as q, got {k.shape[0]} and {q.shape[0]} tokens")
+        raise ValueError(
+            f"k must be as long as q, got {k.shape[0]} and {q.shape[0]} tokens: pass this "
+            "process's part of both"
+        )
     if job.heads < 1 or k.shape[1] % job.heads:
-        raise ValueError(f"heads_k_stride must divide k's {k.shape[1]} heads, got {job.heads}")
+        raise ValueError(
+            f"heads_k_stride must divide k's {k.shape[1]} heads, got {job.heads}: 1 always does"
+        )
     if keys.step not in (None, 1) or not 0 <= keys.start <= keys.stop <= tokens:
         raise ValueError(
-            f"local_k_slice must lie within the {tokens} tokens of all processes, got {keys}"
+            f"local_k_slice must lie within the {tokens} tokens of all processes, got {keys}: pass "
+            "that of llama3_flash_attn_prepare_cu_seqlens"
         )
     placed = {"window_size": job.options["window_left"] >= 0 or job.options["window_right"] >= 0}
     placed["alibi_slopes"] = job.slopes is not None

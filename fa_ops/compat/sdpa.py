@@ -118,7 +118,8 @@ def forward_into(out: Tensor, *args, **options) -> Tensor:
     buffers(out=(out, (*query.shape[:-1], value.shape[-1])))
     if out.dtype != query.dtype:
         raise TypeError(
-            f"out must be {dtype_name(query.dtype)} as query, got {dtype_name(out.dtype)}"
+            f"out must be {dtype_name(query.dtype)} as query, got {dtype_name(out.dtype)}: pass "
+            "out.to(query.dtype)"
         )
     found, lse, *_ = forward(*args, **options)
     out.copy_(found)

@@ -205,9 +205,10 @@ def _check_scheme(options: ParallelOptions, groups: tuple[Members, ...], query: 
         )
     exchanging = groups[-1].size if len(groups) == 2 or scheme == "ulysses" else 1
     if query.shape[1] % exchanging:
+        alone = "a mesh of one dimension" if len(groups) == 2 else "scheme='ring'"
         raise ValueError(
             f"query must have a number of heads that the {exchanging} processes which exchange "
-            f"heads divide, got {query.shape[1]}"
+            f"heads divide, got {query.shape[1]}: pass {alone}"
         )
 
 
@@ -216,7 +217,7 @@ def _layout(layout: str | SequenceLayout, name: str, local: int, size: int) -> S
         if (layout.tokens, layout.size) != (local * size, size):
             raise ValueError(
                 f"layout is of {layout.tokens} tokens on {layout.size} processes, but {name} has "
-                f"{local} on each of {size}"
+                f"{local} on each of {size}: pass the layout that was given to shard"
             )
         layout.check()
         return layout
@@ -224,7 +225,10 @@ def _layout(layout: str | SequenceLayout, name: str, local: int, size: int) -> S
     if layout == "contiguous":
         return contiguous_layout(local * size, size)
     if size > 1 and local % 2:
-        raise ValueError(f"{name} must have an even number of tokens in zigzag order, got {local}")
+        raise ValueError(
+            f"{name} must have an even number of tokens in zigzag order, got {local}: pass "
+            "layout='contiguous', as to shard"
+        )
     return zigzag_layout(local * size, size)
 
 
@@ -304,7 +308,7 @@ def _check_documents(q: Tensor, k: Tensor, size: int, options: ParallelOptions) 
     if k.shape[2] != q.shape[2]:
         raise ValueError(
             f"key must be as long as query with cu_seqlens, got {k.shape[2]} and {q.shape[2]} "
-            "tokens"
+            "tokens: pass this process's part of both"
         )
     if options.key_ranges is not None:
         raise ValueError("key_ranges and cu_seqlens both separate documents: pass one of them")
@@ -313,7 +317,8 @@ def _check_documents(q: Tensor, k: Tensor, size: int, options: ParallelOptions) 
     if slopes is not None and (slopes.dim() != 1 or options.kv_lens is not None):
         raise NotImplementedError(
             "alibi_slopes with cu_seqlens must have shape (Hq,), without kv_lens: distances are "
-            f"those of the packed tokens, got shape {tuple(slopes.shape)}"
+            f"those of the packed tokens, got shape {tuple(slopes.shape)}: pass a slope for each "
+            "head"
         )
 
 

@@ -271,7 +271,7 @@ def balanced_layout(
     if chunks < 1 or tokens % (chunks * size):
         raise ValueError(
             f"tokens must be a multiple of {max(1, chunks) * size}, {chunks} chunks for each of "
-            f"{size} processes, got {tokens}"
+            f"{size} processes, got {tokens}: pad the sequence, or pass fewer chunks"
         )
     left, right = sides(window)
     ranges = on_host(key_ranges)

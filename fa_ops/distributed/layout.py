@@ -68,14 +68,19 @@ class SequenceLayout(NamedTuple):
             if held * self.size != self.tokens:
                 raise ValueError(
                     f"layout must give each of {self.size} processes {self.tokens / self.size:g} "
-                    f"of {self.tokens} tokens, got {held} for process {rank}"
+                    f"of {self.tokens} tokens, got {held} for process {rank}: balanced_layout "
+                    "makes one that does"
                 )
             if list(segments) != sorted(segments):
-                raise ValueError(f"layout must hold segments in ascending order, got {segments}")
+                raise ValueError(
+                    f"layout must hold segments in ascending order, got {segments}: pass "
+                    f"{tuple(sorted(segments))}"
+                )
         everything = sorted(segment for held in self.segments for segment in held)
         if merged(everything) != (((0, self.tokens),) if self.tokens else ()):
             raise ValueError(
-                f"layout must hold each of {self.tokens} tokens once, got {everything}"
+                f"layout must hold each of {self.tokens} tokens once, got {everything}: "
+                "balanced_layout makes one that does"
             )
 
     def over(self, inner: int) -> SequenceLayout:
@@ -272,7 +277,9 @@ def _check(x: Tensor, dim: int, zigzag: bool, layout: str | SequenceLayout | Non
     need_tensor("x", x)
     need_bool("zigzag", zigzag)
     if not -x.dim() <= need_int("dim", dim) < x.dim():
-        raise ValueError(f"dim must be one of x's {x.dim()} dimensions, got {dim}")
+        raise ValueError(
+            f"dim must be one of x's {x.dim()} dimensions, got {dim}: pass that of the tokens"
+        )
     if layout is not None:
         check_kind(layout)
 
@@ -314,7 +321,7 @@ def _layout_of(
         if (layout.tokens, layout.size) != (tokens, size):
             raise ValueError(
                 f"layout is of {layout.tokens} tokens on {layout.size} processes, but x has "
-                f"{tokens} along dim {dim} on {size}"
+                f"{tokens} along dim {dim} on {size}: pass the layout with which x was made"
             )
         return layout
     if layout is not None:
@@ -323,7 +330,7 @@ def _layout_of(
     if tokens % count:
         raise ValueError(
             f"x must have a multiple of {count} tokens along dim {dim} for {size} processes, got "
-            f"{tokens}"
+            f"{tokens}: pad it by {-tokens % count}"
         )
     return (zigzag_layout if zigzag else contiguous_layout)(tokens, size)
 

@@ -82,25 +82,31 @@ def check_masks(
     ):
         raise ValueError(
             f"key_ranges must have shape (B or 1, Hq or 1, {tokens} or 1, 2), got "
-            f"{tuple(key_ranges.shape)}"
+            f"{tuple(key_ranges.shape)}: pass a first key and an end for each query"
         )
     if cu_seqlens is not None:
         check_ends(cu_seqlens, tokens)
     count = None if cu_seqlens is None else len(cu_seqlens) - 1
     if kv_lens is not None and (kv_lens.dim() != 1 or count not in (None, len(kv_lens))):
-        shape = "(B,)" if count is None else f"({count},), one for each document"
-        raise ValueError(f"kv_lens must have shape {shape}, got {tuple(kv_lens.shape)}")
+        shape, each = ("(B,)", "row") if count is None else (f"({count},)", "document")
+        raise ValueError(
+            f"kv_lens must have shape {shape}, got {tuple(kv_lens.shape)}: pass a number of keys "
+            f"for each {each}"
+        )
 
 
 def check_ends(cu_seqlens: Tensor, tokens: int) -> None:
     """Raise ValueError unless these are boundaries of documents in so many tokens."""
     ends = on_host(cu_seqlens)
     if ends.dim() != 1 or not len(ends):
-        raise ValueError(f"cu_seqlens must have shape (documents + 1,), got {tuple(ends.shape)}")
+        raise ValueError(
+            f"cu_seqlens must have shape (documents + 1,), got {tuple(ends.shape)}: pass the first "
+            "token of each document, then the number of tokens"
+        )
     if bool((ends.diff() < 0).any()) or ends[0] < 0 or ends[-1] > tokens:
         raise ValueError(
             f"cu_seqlens must not decrease and be within [0, {tokens}], the tokens of all "
-            f"processes, got {ends.tolist()[:16]}"
+            f"processes, got {ends.tolist()[:16]}: pass the boundaries in the whole sequence"
         )
 
 

@@ -177,7 +177,8 @@ def _check(
     checks.rank("query", need_tensor("query", query), checks.LAYOUT)
     for name in placed if query.shape[2] > 1 else ():
         raise NotImplementedError(
-            f"{name} over a sharded cache needs a single query, got {query.shape[2]}"
+            f"{name} over a sharded cache needs a single query, got {query.shape[2]}: pass one "
+            "query at a time"
         )
     checks.integers(query, "kv_lens", need_tensor("kv_lens", kv_lens))
     checks.has_shape("kv_lens", kv_lens, query.shape[:1])

@@ -114,14 +114,17 @@ x = draw(2, 7, 2, 8)
 @pytest.mark.parametrize(
     ("message", "call"),
     [
-        (r"x must have shape .*, got \(7, 2, 8\)", lambda: apply_rotary(x[0], COS, SIN)),
+        (r"x must .*, got \(7, 2, 8\): pass x\[None\]", lambda: apply_rotary(x[0], COS, SIN)),
         ("max_seqlen must be given", lambda: apply_rotary(x[0], COS, SIN, 0, torch.zeros(2))),
-        (r"both have shape .*got \(12, 3\) and \(11, 3\)", lambda: apply_rotary(x, COS, SIN[1:])),
-        ("cos is for 6 features, but x has 4", lambda: apply_rotary(x[..., :4], COS, SIN)),
-        ("cos has 12 positions, but 13 are needed", lambda: apply_rotary(x, COS, SIN, 6)),
-        (r"qkv must have shape .*got \(2, 7, 2, 8\)",
+        (r"both have shape .*got \(12, 3\) and \(11, 3\): pass an",
+         lambda: apply_rotary(x, COS, SIN[1:])),
+        (r"cos is for 6 features, but x has 4: pass cos\[:, :2\]",
+         lambda: apply_rotary(x[..., :4], COS, SIN)),
+        ("cos has 12 positions, but 13 are needed: pass a", lambda: apply_rotary(x, COS, SIN, 6)),
+        (r"qkv must have shape .*got \(2, 7, 2, 8\) and None: pass torch.stack",
          lambda: rotary.apply_rotary_emb_qkv_(x, COS, SIN)),
-        (r"kv must have shape \(B, S, 2, H, D\)", lambda: rotary.apply_rotary_emb_kv_(x, COS, SIN)),
+        (r"kv must .* \(2, 7, 2, 8\): pass torch.stack",
+         lambda: rotary.apply_rotary_emb_kv_(x, COS, SIN)),
         ("max_seqlen must be given with the first seqlen_offset that is a Tensor",
          lambda: rotary.RotaryEmbedding(6)(x, x, torch.tensor([0, 1]))),
     ],
@@ -150,12 +153,14 @@ def test_nothing_is_rotated_before_an_error():
 def test_offsets_and_borders_of_sequences_must_fit():
     x, cos = torch.randn(2, 4, 2, 8), torch.ones(9, 4)
     ends = torch.tensor([0, 3, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"seqlen_offsets must have shape \(2,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"seqlen_offsets must .* \(2,\), got \(3,\): pass an int"):
         rotary.apply_rotary_emb(x, cos, cos, seqlen_offsets=ends)
     with pytest.raises(TypeError, match="seqlen_offsets must be int32 or int64, got bool"):
         rotary.apply_rotary_emb(x, cos, cos, seqlen_offsets=ends[:2].bool())
     for wrong in (ends[:, None], ends[:0], ends[0]):
-        with pytest.raises(ValueError, match=r"cu_seqlens must have shape \(B \+ 1,\), got \("):
+        with pytest.raises(
+            ValueError, match=r"cu_seqlens must have shape \(B \+ 1,\), got \(.*\): pass the"
+        ):
             rotary.apply_rotary_emb(x[0], cos, cos, cu_seqlens=wrong, max_seqlen=4)
     with pytest.raises(TypeError, match="cu_seqlens must be int32, got int64"):
         rotary.apply_rotary_emb(x[0], cos, cos, cu_seqlens=ends.long(), max_seqlen=4)

@@ -37,7 +37,7 @@ ENDS = torch.tensor([0, 3, 8], dtype=torch.int32)
         (([1, 2],), "x must be a Tensor, got list"),
         ((X, None, "a"), "dim must be an int, got 'a'"),
         ((X, None, 2.0), "dim must be an int, got 2.0"),
-        ((X, None, 4), "dim must be one of x's 4 dimensions, got 4"),
+        ((X, None, 4), "dim must be one of x's 4 dimensions, got 4: pass that of the tokens"),
         ((X, None, 2, 1), "zigzag must be a bool, got 1"),
         (
             (X, None, 2, True, "stripes"),
@@ -63,10 +63,19 @@ def test_parts_of_a_sequence(function, arguments, message):
         ({"cu_seqlens": [0, 8]}, "cu_seqlens must be a Tensor, got list"),
         ({"cu_seqlens": ENDS.float()}, "cu_seqlens must be int32, got float32"),
         ({"cu_seqlens": ENDS + 1}, "cu_seqlens must not decrease and be within [0, 8]"),
-        ({"cu_seqlens": ENDS[:0]}, "cu_seqlens must have shape (documents + 1,), got (0,)"),
+        (
+            {"cu_seqlens": ENDS[:0]},
+            "cu_seqlens must have shape (documents + 1,), got (0,): pass the first token",
+        ),
         ({"kv_lens": [8]}, "kv_lens must be a Tensor, got list"),
-        ({"kv_lens": ENDS, "cu_seqlens": ENDS}, "kv_lens must have shape (2,), one for each"),
-        ({"key_ranges": ENDS}, "key_ranges must have shape (B or 1, Hq or 1, 8 or 1, 2)"),
+        (
+            {"kv_lens": ENDS, "cu_seqlens": ENDS},
+            "kv_lens must have shape (2,), got (3,): pass a number of keys for each document",
+        ),
+        (
+            {"key_ranges": ENDS},
+            "key_ranges must have shape (B or 1, Hq or 1, 8 or 1, 2), got (3,): pass a first key",
+        ),
     ],
     ids=str,
 )

@@ -75,7 +75,9 @@ def check_layout():
     whole = torch.randn(4 * size, requires_grad=True)
     shard(whole, dim=0).sum().backward()
     assert whole.grad.sum() == 4
-    with pytest.raises(ValueError, match=f"a multiple of {2 * size} tokens along dim 2"):
+    with pytest.raises(
+        ValueError, match=f"a multiple of {2 * size} tokens along dim 2 .*: pad it by 1$"
+    ):
         shard(x[:, :, 1:])
 
 
@@ -85,7 +87,9 @@ def check_errors():
     with pytest.raises(ValueError, match=r"key must have shape \(B, H, S, D\), got \(2, 4, 8\)"):
         ring_attention(q, q[0], q)
     if dist.get_world_size() > 1:
-        with pytest.raises(ValueError, match="even number of tokens in zigzag order, got 3"):
+        with pytest.raises(
+            ValueError, match="even number .* zigzag order, got 3: pass layout='contiguous'"
+        ):
             ring_attention(odd, odd, odd, is_causal=True)
     out = ring_attention(odd, odd, odd, is_causal=True, layout="contiguous")
     assert out.shape == odd.shape

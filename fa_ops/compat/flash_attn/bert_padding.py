@@ -24,7 +24,7 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """``(first_axis_dim, ...)``, values in rows ``indices`` and 0 elsewhere. Differentiable."""
     _need_rows("values", values, indices)
-    has_shape("indices", indices, values.shape[:1])
+    has_shape("indices", indices, values.shape[:1], "pass an index for each row of values")
     first_axis_dim = count("first_axis_dim", first_axis_dim)
     _need_within("the result", first_axis_dim, indices)
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
@@ -54,7 +54,8 @@ def unpad_input(
     need_tensor("hidden_states", hidden_states)
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
         if mask is not None or name == "attention_mask":
-            has_shape(name, need_tensor(name, mask), hidden_states.shape[:2])
+            remedy = "pass an element for each token of hidden_states"
+            has_shape(name, need_tensor(name, mask), hidden_states.shape[:2], remedy)
             checks.same_device(hidden_states, name, mask, "hidden_states")
     packed = attention_mask if unused_mask is None else attention_mask + unused_mask
     tokens, indices, lens = _selected(hidden_states, packed)
@@ -78,7 +79,8 @@ def unpad_input_for_concatenated_sequences(
     """
     need_tensor("hidden_states", hidden_states)
     lens = need_tensor("attention_mask_in_length", attention_mask_in_length)
-    has_shape("attention_mask_in_length", lens, hidden_states.shape[:2])
+    remedy = "pass the lengths of each row's sequences, then zeros"
+    has_shape("attention_mask_in_length", lens, hidden_states.shape[:2], remedy)
     checks.same_device(hidden_states, "attention_mask_in_length", lens, "hidden_states")
     columns = torch.arange(lens.shape[1], device=lens.device)
     tokens, indices, _ = _selected(hidden_states, columns < lens.sum(-1, keepdim=True))
@@ -93,7 +95,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     them, torch's kernel ends in a device-side assertion.
     """
     _need_rows("hidden_states", hidden_states, indices)
-    has_shape("indices", indices, hidden_states.shape[:1])
+    has_shape("indices", indices, hidden_states.shape[:1], "pass an index for each token")
     batch, seqlen = count("batch", batch), count("seqlen", seqlen)
     for name, size in (("batch", batch), ("seqlen", seqlen)):
         checks.need(size >= 0, "{} must not be negative, got {}", name, size)
@@ -104,11 +106,13 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 def _need_rows(name: str, x: Tensor, indices: Tensor) -> None:
     """Raise TypeError or ValueError unless both are tensors, and the second one (n,) integers."""
     if need_tensor(name, x).dim() == 0:
-        raise ValueError(f"{name} must have shape (rows, ...), got ()")
+        raise ValueError(f"{name} must have shape (rows, ...), got (): pass {name}[None]")
     if need_tensor("indices", indices).dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices must be int32 or int64, got {dtype_name(indices.dtype)}")
     if indices.dim() != 1:
-        raise ValueError(f"indices must have shape (n,), got {tuple(indices.shape)}")
+        raise ValueError(
+            f"indices must have shape (n,), got {tuple(indices.shape)}: pass indices.flatten()"
+        )
     checks.same_device(x, "indices", indices, name)
 
 
@@ -118,7 +122,7 @@ def _need_within(name: str, rows: int, indices: Tensor) -> None:
         lowest, highest = (int(x) for x in indices.aminmax())
         if lowest < 0 or highest >= rows:
             wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"indices has {wrong}, but {name} has {rows} rows")
+            raise ValueError(f"indices has {wrong}, but {name} has {rows} rows: the first one is 0")
 
 
 def _selected(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -151,7 +151,7 @@ def flash_attn_qkvpacked_func(
     else:
         raise ValueError(
             "qkv must have shape (B, S, 3, H, D), or (B, S, Hq + 2 Hkv, D) with num_heads_q, got "
-            f"{tuple(qkv.shape)} and {num_heads_q}"
+            f"{tuple(qkv.shape)} and {num_heads_q}: pass torch.stack([q, k, v], 2)"
         )
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,

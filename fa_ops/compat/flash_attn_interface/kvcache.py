@@ -278,10 +278,11 @@ def _check_offsets(q: Tensor, offsets: Tensor | None, rows: int) -> None:
     """Raise ValueError or TypeError unless rotary_seqlens, if given, holds one integer a row."""
     if offsets is None:
         return
-    has_shape("rotary_seqlens", need_tensor("rotary_seqlens", offsets), (rows,))
+    remedy = "pass the position of each row's first new key"
+    has_shape("rotary_seqlens", need_tensor("rotary_seqlens", offsets), (rows,), remedy)
     checks.same_device(q, "rotary_seqlens", offsets, "q")
-    checks.need(offsets.dtype in (torch.int32, torch.int64), "rotary_seqlens must be int32, got {}",
-                offsets.dtype, error=TypeError)  # fmt: skip
+    if offsets.dtype != torch.int64:
+        checks.has_dtype("rotary_seqlens", offsets, torch.int32)
 
 
 def _most_queries(q: Tensor, ends: Tensor | None, longest: int | None) -> int:

@@ -73,7 +73,8 @@ class Scales(NamedTuple):
             for name, scale in zip(self._fields, self):
                 if scale is not None:
                     raise TypeError(
-                        f"{name} is for inputs in float8_e4m3fn, but q is {dtype_name(q.dtype)}"
+                        f"{name} is for inputs in float8_e4m3fn, but q is {dtype_name(q.dtype)}: "
+                        "pass None"
                     )
             return {}
         found, (Hq, Hkv) = {}, heads
@@ -82,10 +83,10 @@ class Scales(NamedTuple):
                 found[name] = torch.ones(1, device=q.device)
                 continue
             given = name.replace("scale", "descale")
-            has_shape(given, need_tensor(given, scale), (batch, Hkv))
+            remedy = "pass a factor for each sequence and key head"
+            has_shape(given, need_tensor(given, scale), (batch, Hkv), remedy)
             checks.same_device(q, given, scale, "q")
-            checks.need(scale.dtype == torch.float32, "{} must be float32, got {}", given,
-                        scale.dtype, error=TypeError)  # fmt: skip
+            checks.has_dtype(given, scale, torch.float32)
             found[name] = scale.detach() if scale.requires_grad else scale
         if self.q_descale is not None and Hkv and Hq % Hkv == 0:
             found["q_scale"] = found["q_scale"].repeat_interleave(Hq // Hkv, 1)
@@ -134,7 +135,8 @@ def with_features_of_values(q: Tensor, qv: Tensor, caches: Caches) -> tuple[Tens
 
 def check_qv(q: Tensor, qv: Tensor, v: Tensor) -> None:
     """Raise ValueError or TypeError unless qv is of q's tokens and heads and v's features."""
-    has_shape("qv", need_tensor("qv", qv), (*q.shape[:-1], v.shape[-1]))
+    remedy = "pass a vector of v's features for each query and head"
+    has_shape("qv", need_tensor("qv", qv), (*q.shape[:-1], v.shape[-1]), remedy)
     checks.need(qv.dtype == q.dtype, "qv must have q's dtype {}, got {}: pass qv.to(q.dtype)",
                 q.dtype, qv.dtype)  # fmt: skip
     checks.same_device(q, "qv", qv, "q")
@@ -147,7 +149,7 @@ def joined(k: Tensor, v: Tensor) -> Tensor:
     Nothing is copied where a latent cache holds them so, and k and v are views of it.
     """
     D, Dv = k.shape[-1], v.shape[-1]
-    has_shape("k", k, (*v.shape[:-1], D))
+    has_shape("k", k, (*v.shape[:-1], D), "pass keys of v's tokens and heads")
     checks.same_device(v, "k", k, "v")
     checks.need(k.dtype == v.dtype, "k must have v's dtype {}, got {}", v.dtype, k.dtype,
                 error=TypeError)  # fmt: skip

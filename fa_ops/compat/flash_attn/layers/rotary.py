@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.python_types import need_tensor
-from fa_ops.compat.flash import count, flag, number
+from fa_ops.compat.flash import count, flag, number, parts
 from fa_ops.compat.flash_attn.ops.triton.rotary import apply_rotary, check
 
 Offsets = int | Tensor
@@ -136,7 +136,7 @@ def apply_rotary_emb_qkv_(
     else:
         raise ValueError(
             "qkv must have shape (B, S, 3, H, D), or (B, S, Hq + 2 Hkv, D) with num_heads_q, got "
-            f"{tuple(qkv.shape)} and {num_heads_q}"
+            f"{tuple(qkv.shape)} and {num_heads_q}: pass torch.stack([q, k, v], 2)"
         )
     parts = (q, cos, sin), (k, *tables_k)
     of_keys = tuple(
@@ -152,9 +152,8 @@ def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Offsets = 0
 ) -> Tensor:
     """Rotate the keys of kv ``(B, S, 2, H, D)`` in place; the other arguments are as above."""
-    if need_tensor("kv", kv).dim() != 5 or kv.shape[2] != 2:
-        raise ValueError(f"kv must have shape (B, S, 2, H, D), got {tuple(kv.shape)}")
-    check(kv[:, :, 0], cos, sin, seqlen_offsets, names=("kv", "cos", "sin"))
+    k, _ = parts("kv", kv, 2, "(B, S, 2, H, D)")
+    check(k, cos, sin, seqlen_offsets, names=("kv", "cos", "sin"))
     return _RotatedParts.apply(kv, ((0, cos, sin),), interleaved, seqlen_offsets)
 
 

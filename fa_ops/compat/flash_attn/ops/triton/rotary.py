@@ -8,7 +8,7 @@ from torch import Tensor
 from fa_ops.backends.rotary import rotated
 from fa_ops.call import checks
 from fa_ops.call.python_types import need_int, need_tensor
-from fa_ops.compat.flash import check_list, count, flag, has_shape
+from fa_ops.compat.flash import DENSE, PACKED, check_list, count, flag, has_shape, shape
 
 
 @torch.no_grad()
@@ -88,22 +88,21 @@ def check(
         count("max_seqlen", longest, "an int or None")
     if ends is not None and longest is None:
         raise ValueError("max_seqlen must be given with cu_seqlens: pass the longest length")
-    dims = 4 if ends is None else 3
-    if x.dim() != dims:
-        layout = "(B, S, H, D)" if ends is None else "(T, H, D)"
-        raise ValueError(f"{of_x} must have shape {layout}, got {tuple(x.shape)}")
+    shape(DENSE if ends is None else PACKED, **{of_x: x})
     _check_sequences(x, offsets, ends)
     if cos.dim() != 2 or sin.shape != cos.shape:
         shapes = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
         both = f"{of_cos} and {of_sin} must both have shape (positions, R / 2)"
-        raise ValueError(f"{both}, got {shapes}")
+        raise ValueError(f"{both}, got {shapes}: pass an angle for each pair of rotated features")
     if 2 * cos.shape[1] > x.shape[-1]:
         features = f"{2 * cos.shape[1]} features, but {of_x} has {x.shape[-1]}"
-        raise ValueError(f"{of_cos} is for {features}")
+        raise ValueError(f"{of_cos} is for {features}: pass {of_cos}[:, :{x.shape[-1] // 2}]")
     needed = x.shape[1] if ends is None else longest
     needed += 0 if isinstance(offsets, Tensor) else offsets
     if needed > cos.shape[0]:
-        raise ValueError(f"{of_cos} has {cos.shape[0]} positions, but {needed} are needed")
+        raise ValueError(
+            f"{of_cos} has {cos.shape[0]} positions, but {needed} are needed: pass a row for each"
+        )
 
 
 def _check_sequences(x: Tensor, offsets: int | Tensor, ends: Tensor | None) -> None:
@@ -114,5 +113,7 @@ def _check_sequences(x: Tensor, offsets: int | Tensor, ends: Tensor | None) -> N
         is_integer = offsets.dtype in (torch.int32, torch.int64)
         checks.need(is_integer, "seqlen_offsets must be int32 or int64, got {}", offsets.dtype,
                     error=TypeError)  # fmt: skip
-        has_shape("seqlen_offsets", offsets, (x.shape[0] if ends is None else ends.shape[0] - 1,))
+        rows = x.shape[0] if ends is None else ends.shape[0] - 1
+        remedy = "pass an int, or one for each sequence"
+        has_shape("seqlen_offsets", offsets, (rows,), remedy)
         checks.same_device(x, "seqlen_offsets", offsets, "x")
