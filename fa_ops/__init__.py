@@ -8,6 +8,7 @@ from fa_ops import compat
 from fa_ops.call.backend_option import set_backend, use_backend
 from fa_ops.functions.attention import attention, attention_varlen, mask_blocks, merge_states
 from fa_ops.functions.explain import explain
+from fa_ops.functions.flex import flex_attention, mask_tiles
 from fa_ops.functions.kv_cache import attention_with_kv_cache
 from fa_ops.functions.quantized import quantized_attention
 from fa_ops.ops.rules import SAC_OPS
@@ -24,7 +25,9 @@ __all__ = [
     "attention_with_kv_cache",
     "compat",
     "explain",
+    "flex_attention",
     "mask_blocks",
+    "mask_tiles",
     "merge_states",
     "quantized_attention",
     "set_backend",

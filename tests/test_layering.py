@@ -19,7 +19,7 @@ from tests.imports import (
     within,
 )
 
-CALL = ("fa_ops.call", "fa_ops.tracing")
+CALL = ("fa_ops.call", "fa_ops.programs", "fa_ops.tracing")
 PLANS = ("fa_ops.plans", *CALL)
 OPS = ("fa_ops.ops", *PLANS)
 FUNCTIONS = ("fa_ops.functions", *OPS)
@@ -28,12 +28,14 @@ FUNCTIONS = ("fa_ops.functions", *OPS)
 TOP = {
     "fa_ops": (*FUNCTIONS, "fa_ops.compat"),
     "fa_ops.tracing": (),
+    "fa_ops.programs": ("fa_ops.programs", "fa_ops.tracing"),
     "fa_ops.call": CALL,
     "fa_ops.plans": PLANS,
     "fa_ops.ops": OPS,
     "fa_ops.functions": FUNCTIONS,
     "fa_ops.backends": (
         "fa_ops.call",
+        "fa_ops.programs",
         "fa_ops.backends.conversion",
         "fa_ops.backends.dropout",
         "fa_ops.backends.mask_blocks",

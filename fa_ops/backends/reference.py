@@ -5,6 +5,7 @@ It defines the semantics of the library, and is not meant to be fast.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ from fa_ops.backends import dropout, quantization
 from fa_ops.backends.mask_blocks import mask_blocks  # noqa: F401 - for fa::mask_blocks
 from fa_ops.call.call import Call, Plan, general, general_plan
 from fa_ops.call.options import Gradients
+from fa_ops.programs.evaluation import Elements
+from fa_ops.programs.program import parse
 
 
 def keep_mask(call: Call) -> Tensor:
@@ -60,9 +63,29 @@ def modify_scores(products: Tensor, call: Call) -> Tensor:
         i = torch.arange(Sq, device=s.device).view(Sq, 1)
         distance = (i + key_lengths(call) - Sq - torch.arange(Sk, device=s.device)).abs()
         s = s - slopes.to(s.dtype).view(-1, Hq, 1, 1) * distance
+    keep = keep_mask(call)
+    if call.is_programmed:
+        s, kept = _programmed(s, call)
+        keep = keep & kept
     if mask is not None and mask.dtype != torch.bool:
         s = s + mask.to(s.dtype)
-    return s.masked_fill(~keep_mask(call), float("-inf"))
+    return s.masked_fill(~keep, float("-inf"))
+
+
+def _programmed(s: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The scores that a program makes of all scores, and which of them its mask keeps."""
+    program, (B, H, Sq, Sk), t = parse(call.options.program), s.shape, call.operands
+    arange = functools.partial(torch.arange, device=s.device)
+    arguments = {
+        "score": s, "b": arange(B).view(B, 1, 1, 1), "h": arange(H).view(H, 1, 1),
+        "q": arange(Sq).view(Sq, 1), "k": arange(Sk),
+    }  # fmt: skip
+    values = None if t.term_values is None else t.term_values.to(s.dtype)
+    terms = program.views(values, t.term_indices, B, H, Sq, Sk)
+    elements = Elements(program, arguments, terms, slice(0, Sq), slice(0, Sk), Sk, s.dtype)
+    score = s if program.score is None else elements.evaluate(program.score)[0].expand(s.shape)
+    keep = torch.ones((), dtype=torch.bool, device=s.device)
+    return score, keep if program.mask is None else elements.evaluate(program.mask)[0]
 
 
 def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -161,7 +184,10 @@ def dense(call: Call, first_batch: int = 0) -> tuple[Tensor, Tensor]:
     q, k, v = call[:3]
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    keep = keep_mask(call).expand(*q.shape[:3], k.shape[2])
+    keep = keep_mask(call)
+    if call.is_programmed:
+        keep = keep & _programmed(q.new_zeros(*q.shape[:3], k.shape[2]), call)[1]
+    keep = keep.expand(*q.shape[:3], k.shape[2])
     s = modify_scores(_Scores.apply(q, k, keep), call)
     p, lse = weights(s, call.operands.sinks)
     if call.options.dropout_p > 0:
@@ -222,7 +248,8 @@ def _differentiate(function: Callable, call: Call) -> Gradients:
     grad_out, grad_lse, *_, mask_grad = call.saved
     with torch.enable_grad():
         leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
-        optional = {"attn_mask": mask if mask_grad else None, "sinks": sinks}
+        values = call.operands.term_values
+        optional = {"attn_mask": mask if mask_grad else None, "sinks": sinks, "term_values": values}
         optional = {
             name: t.detach().double().requires_grad_()
             for name, t in optional.items()
@@ -242,7 +269,8 @@ def _differentiate(function: Callable, call: Call) -> Gradients:
     grads = [torch.empty_like(t).copy_(g) for g, t in zip((dq, dk, dv), (q, k, v))]
     dmask = rest.pop(0).to(mask.dtype) if mask_grad else None
     dsinks = None if sinks is None else rest.pop(0).to(sinks.dtype)
-    return Gradients(*grads, dmask, dsinks)
+    dvalues = None if values is None else rest.pop(0).to(values.dtype)
+    return Gradients(*grads, dmask, dsinks, dvalues)
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

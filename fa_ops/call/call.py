@@ -80,6 +80,11 @@ CACHED = Signature(  # queries against a key-value cache, which new keys and val
 PAGED = Signature(  # (T, H, D) tokens of sequences whose keys are in pages
     "paged", ("cu_seqlens_q", "kv_lens", "page_table", "alibi_slopes", "sinks"), packed=True
 )
+PROGRAMMED = Signature(  # (B, H, S, D) tensors whose scores a program changes
+    "programmed",
+    ("attn_mask", "sinks", "kv_lens", "key_ranges", "term_values", "term_indices", "tile_runs"),
+    ("program",),
+)  # fmt: skip
 QUANTIZED = Signature(  # (B, H, S, D) tensors whose products are of 8-bit numbers
     "quantized", ("sinks", "kv_lens", "key_ranges", *_SCALES),
     ("qk_dtype", "smooth_key", "rotate"), eight_bits=True,
@@ -138,7 +143,13 @@ class Call(NamedTuple):
     def is_dense(self) -> bool:
         """Whether all three are (B, H, S, D), and nothing above is true."""
         t, o = self.operands, self.options
-        return t.page_table is None and not (o.packed or o.over_cache or o.eight_bits)
+        others = o.packed or o.over_cache or o.eight_bits or o.program is not None
+        return t.page_table is None and not others
+
+    @property
+    def is_programmed(self) -> bool:
+        """Whether a program changes the scores or masks keys."""
+        return self.options.program is not None
 
     @property
     def is_backward(self) -> bool:
@@ -161,7 +172,7 @@ class Call(NamedTuple):
             return CACHED
         if o.packed:
             return PACKED if t.page_table is None else PAGED
-        return DENSE
+        return DENSE if o.program is None else PROGRAMMED
 
     @property
     def num_keys(self) -> int:
@@ -366,6 +377,7 @@ def append_then_attend(writer: Plan, attend: Plan, name: str = "") -> Plan:
             left = new_operands((
                 None, t.alibi_slopes, t.sinks, kv_lens, t.key_ranges, None, None, None, None,
                 t.page_table, None, None, None, t.k_scale, t.v_scale, None, None, t.unified_max,
+                None, None, None,
             ))  # fmt: skip
             return run(q, k, v, left, with_lse)
 

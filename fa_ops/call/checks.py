@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fa_ops.call import backend_option
 from fa_ops.call.call import Call, Saved
-from fa_ops.call.options import NO_OPERANDS, Operands, dtype_name, mask_blocks_shape
+from fa_ops.call.options import MASK_BLOCK, NO_OPERANDS, Operands, dtype_name, mask_blocks_shape
+from fa_ops.programs.program import MAX_RUNS, parse
 
 LAYOUT = "(B, H, S, D)"
 PACKED_LAYOUT = "(T, H, D)"
@@ -100,6 +101,44 @@ def _obviously_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and (q.device == k.device and q.device == v.device)
         and (q.stride()[3] == 1 and k.stride()[3] == 1 and v.stride()[3] == 1)
     )
+
+
+def programmed(call: Call, real: bool = False) -> None:
+    """The same for a dense call with a program, whose text is parsed."""
+    dense(call, real)
+    q, k, tensors = call.query, call.key, call.operands
+    need(isinstance(call.options.program, str), "program must be a str, got {}: see "
+         "fa_ops.programs.program", call.options.program, error=TypeError)  # fmt: skip
+    program = parse(call.options.program)
+    sizes = (*q.shape[:3], k.shape[2])
+    for name, type, dtype in (
+        ("term_values", "float", lse_dtype(q.dtype)), ("term_indices", "int", torch.int32)
+    ):  # fmt: skip
+        t = getattr(tensors, name)
+        _, total = program.places(type, *sizes)
+        is_read = any(term.type == type for term in program.terms)
+        need(is_read == (t is not None), "{} must be given where the program has terms of {}, and "
+             "not otherwise: fa_ops.flex_attention makes it", name, type)  # fmt: skip
+        if t is not None:
+            same_device(q, name, t)
+            has_dtype(name, t, dtype)
+            has_shape(name, t, (total,))
+    if tensors.tile_runs is not None:
+        need(program.mask is not None, "tile_runs are of a program's mask, and this one has none")
+        integers(q, "tile_runs", tensors.tile_runs)
+        _tile_runs(tensors.tile_runs, sizes)
+
+
+def _tile_runs(runs: Tensor, sizes: tuple) -> None:
+    B, H, Sq, Sk = sizes
+    rows = -(-Sq // MASK_BLOCK) - (-Sk // MASK_BLOCK)
+    message = "tile_runs must have shape {}, B and H or 1, got {}: pass fa_ops.mask_tiles(...)"
+    expected = B, H, rows, 1 + 2 * MAX_RUNS
+    need(runs.dim() == 4, message, expected, runs.shape)
+    for size, whole in zip(runs.shape[:2], (B, H)):
+        need((size - 1) * (size - whole) == 0, message, expected, runs.shape)
+    need(runs.shape[2] == rows, message, expected, runs.shape)
+    need(runs.shape[3] == expected[3], message, expected, runs.shape)
 
 
 def packed(call: Call, real: bool = False) -> None:

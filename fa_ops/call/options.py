@@ -54,6 +54,12 @@ class Operands(NamedTuple):
     rotary_sin: Tensor | None = None
     # fp32 (Hq,): an estimate of each head's largest score; no result depends on it
     unified_max: Tensor | None = None
+    # the terms of a program, as `programs.program.Program` says: of floats fp32 (fp64 for fp64),
+    # of integers int32, one dimension each
+    term_values: Tensor | None = None
+    term_indices: Tensor | None = None
+    # int32 (B or 1, H or 1, m, 1 + 2 MAX_RUNS): runs of tiles that the program's mask may keep
+    tile_runs: Tensor | None = None
 
 
 NO_OPERANDS = Operands()  # of calls without any, which compare with it by identity
@@ -119,6 +125,7 @@ class Options(NamedTuple):
     packed: bool = False  # query is (T, H, D), tokens of sequences that follow one another
     over_cache: bool = False  # key and value are a cache
     eight_bits: bool = False  # the products are of 8-bit numbers
+    program: str | None = None  # changes scores and masks, as text
 
 
 UNBOUNDED = 2**31 - 1  # a window this wide excludes no key
@@ -153,13 +160,14 @@ MEAN_KEYS = 1024  # the mean of the keys is over at most so many
 
 
 class Gradients(NamedTuple):
-    """The results of a backward pass; `attn_mask` and `sinks` are None if not requested."""
+    """The results of a backward pass; those after `value` are None if not requested."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     attn_mask: Tensor | None = None
     sinks: Tensor | None = None
+    term_values: Tensor | None = None
 
 
 def mask_tiles(mask: Tensor) -> tuple[int, int, int, int]:

@@ -206,7 +206,18 @@ def _mask_rule(cls, operator: OpOverload, types, args: tuple, options: dict | No
     return _global(blocks, mask.device_mesh, after, operator(_on_meta(mask)))
 
 
+def _refused(cls, operator: OpOverload, types, args: tuple, options: dict | None = None):
+    raise NotImplementedError(
+        f"{operator.name()} does not support DTensors: its terms are packed for one process; call "
+        "it on .to_local() of tensors that are sharded over batch or heads"
+    )
+
+
+_REFUSED = ("attention_programmed", "attention_programmed_backward")
 for _name in axes.RESULTS:
+    if _name in _REFUSED:
+        library.register_subclass_rule(_name, DTensor, _refused)
+        continue
     library.register_subclass_rule(_name, DTensor, _attention_rule)
 library.register_subclass_rule("merge_states", DTensor, _merge_rule)
 library.register_subclass_rule("mask_blocks", DTensor, _mask_rule)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from fa_ops.call.python_types import DenseOptions, PackedOptions
 
-_ATTENTION = PublicFunction(
+DENSE_FUNCTION = PublicFunction(
     DENSE, lambda call, with_lse: _OF_LSE[with_lse], autocast.cast_attention, dense.OPERATORS
 )
 _OF_LSE = {False: Schema(dense.ATTENTION, DENSE), True: dense.OPERATORS.forward}
@@ -178,7 +178,7 @@ def attention(
 
         operands = new_operands((
             None, None, sinks, kv_lens, key_ranges, None, None, None, None, None, None, None,
-            q_scale, k_scale, v_scale, None, None, None,
+            q_scale, k_scale, v_scale, None, None, None, None, None, None,
         ))  # fmt: skip
         return quantized.scaled_attention(
             query, key, value, is_causal, scale, window, softcap, operands, return_lse, backend,
@@ -191,14 +191,14 @@ def attention(
     if not (mask is blocks is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
         operands = new_operands((
             mask, alibi_slopes, sinks, kv_lens, key_ranges, seed, blocks, None,
-            None, None, None, None, None, None, None, None, None, None,
+            None, None, None, None, None, None, None, None, None, None, None, None, None,
         ))  # fmt: skip
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (
         is_causal, dropout_p, scale, left, right, softcap, deterministic,
         backend,
     )  # fmt: skip
-    return run(query, key, value, operands, scalars, _ATTENTION, return_lse)
+    return run(query, key, value, operands, scalars, DENSE_FUNCTION, return_lse)
 
 
 @overload
@@ -330,7 +330,7 @@ def attention_varlen(
     seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
     operands = new_operands((
         None, alibi_slopes, sinks, kv_lens, None, seed, None, cu_seqlens_q, cu_seqlens_k, None,
-        None, None, None, None, None, None, None, None,
+        None, None, None, None, None, None, None, None, None, None, None,
     ))  # fmt: skip
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (

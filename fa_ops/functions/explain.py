@@ -13,7 +13,7 @@ from fa_ops.call import backend_option
 from fa_ops.call.call import CACHED, DENSE, PACKED, QUANTIZED, QUANTIZED_PACKED, Call, Signature
 from fa_ops.call.options import Operands, Options
 from fa_ops.call.python_types import checked_call, read_scale, refuse_unknown, sides
-from fa_ops.functions import attention, kv_cache, quantized, varlen
+from fa_ops.functions import attention, flex, kv_cache, quantized, varlen
 from fa_ops.functions import varlen_quantized as packed_quantized
 from fa_ops.functions.varlen import PagedCall
 from fa_ops.ops import library
@@ -33,11 +33,12 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
         **options: the other arguments, by name. Those with ``cu_seqlens_q`` are of
             :func:`attention_varlen`, those with an argument that only
             :func:`attention_with_kv_cache` has (``page_table=None`` is enough) are of that, those
-            with ``qk_dtype``, ``smooth_key`` or ``rotate`` are of :func:`quantized_attention`, and
-            all others are of :func:`attention`. Where no kernel takes packed queries over pages,
-            the call of :func:`attention_with_kv_cache` is explained by which they are attended,
-            and where none takes packed e4m3 sequences, the one of :func:`attention` for rows of
-            equal length.
+            with ``qk_dtype``, ``smooth_key`` or ``rotate`` are of :func:`quantized_attention`,
+            those with ``score_mod``, ``mask_mod`` or ``block_mask`` are of :func:`flex_attention`
+            (the notes have its terms, program and classes of tiles), and all others are of
+            :func:`attention`. Where no kernel takes packed queries over pages, the call of
+            :func:`attention_with_kv_cache` is explained by which they are attended, and where none
+            takes packed e4m3 sequences, the one of :func:`attention` for rows of equal length.
 
     Returns:
         ``backend`` and ``kernel``, None where no backend can run the call; ``route``: "direct"
@@ -65,6 +66,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
           cpu: can run this
           reference: can run this
     """
+    if options.keys() & {"score_mod", "mask_mod", "block_mask"}:
+        return _of_functions(query, key, value, options)
     found = _explain(query, key, value, options)
     operands = Operands(
         **{name: options.get(name) for name in ("cu_seqlens_q", "kv_lens", "page_table")},
@@ -89,6 +92,22 @@ def _explain(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallEx
     call = describe(query, key, value, options)
     planning.check(call)
     return _explained(call, one)
+
+
+def _of_functions(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallExplanation:
+    """The explanation of flex_attention: what its functions become, and what runs that."""
+    unknown = options.keys() - set(flex.Arguments._fields)
+    if unknown - {"return_lse", "return_aux", "kernel_options"}:
+        refuse_unknown(flex.flex_attention, dict.fromkeys(unknown))
+    given = {name: x for name, x in options.items() if name not in unknown}
+    arguments = flex.Arguments(query, key, value, **given)
+    function, operands, scalars, split = flex.described(arguments)
+    call = checked_call(function.signature, query, key, value, operands, scalars)
+    planning.check(call)
+    found = _explained(call, None)
+    notes = dispatch.notes(query, key, value, operands, scalars[0])
+    lines = (*notes, *split.lines(), *flex.tile_classes(arguments, call))
+    return found._replace(notes=lines)
 
 
 def _explained(call: Call, one: Call | None) -> CallExplanation:

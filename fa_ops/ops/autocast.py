@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.options import NO_OPERANDS, Operands
-from fa_ops.ops import dense, fully_masked_rows, kv_cache, library, quantized, varlen
+from fa_ops.ops import (
+    dense,
+    fully_masked_rows,
+    kv_cache,
+    library,
+    programmed,
+    quantized,
+    varlen,
+)
 
 _DEVICES = ("cpu", "cuda")
 _WIDE = (torch.float32, torch.float64)  # may be added to float32 scores as they are
@@ -115,6 +123,7 @@ _KERNELS = {
     dense.WITH_LSE: _attention,
     fully_masked_rows.OPERATOR: _attention,
     varlen.VARLEN: _attention,
+    programmed.PROGRAMMED_ATTENTION: _attention,
     kv_cache.READ: _cached,
     kv_cache.APPEND: _cached,
     quantized.QUANTIZED_ATTENTION: _quantized,

@@ -21,7 +21,7 @@ from fa_ops.call.options import (
     new_operands,
     operand_set,
 )
-from fa_ops.ops import library
+from fa_ops.ops import axes, library
 from fa_ops.ops.schemas import Schema
 from fa_ops.plans import planning, recognition
 from fa_ops.plans.planning import Prepared
@@ -59,7 +59,7 @@ def needs_grad(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> bool:
     if not torch.is_grad_enabled():
         return False
     refuse_gradient_of(operands.alibi_slopes)
-    given = q, k, v, operands.attn_mask, operands.sinks
+    given = q, k, v, operands.attn_mask, operands.sinks, operands.term_values
     return any([t is not None and t.requires_grad for t in given])
 
 
@@ -180,8 +180,9 @@ def _planned_gradients(
     args, options = schema.arguments(Call(q, k, v, operands, plan.options))
     if mask_grad:
         options["mask_grad"] = True
-    *grads, dsinks = schema.operator(*given, *args, **options)
-    return Gradients(*grads[:3], grads[3] if mask_grad else None, dsinks)
+    names = axes.RESULTS[schema.operator._opname]
+    grads = Gradients(**dict(zip(names, schema.operator(*given, *args, **options))))
+    return grads if mask_grad else grads._replace(attn_mask=None)
 
 
 def run_backward(call: Call, saved: Saved) -> Gradients:

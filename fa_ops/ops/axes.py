@@ -32,6 +32,8 @@ RESULTS = {
     "attention_with_lse": ("out", "lse"),
     "attention_backward": ("query", "key", "value", "attn_mask", "sinks"),
     "attention_varlen": ("out", "lse"),
+    "attention_programmed": ("out", "lse"),
+    "attention_programmed_backward": ("query", "key", "value", "attn_mask", "sinks", "term_values"),
     "quantized_attention": ("out", "lse"),
     "attention_varlen_backward": ("query", "key", "value", "sinks"),
 }

@@ -29,7 +29,7 @@ from fa_ops.call.options import (
     is_default,
     new_operands,
 )
-from fa_ops.ops import dense, kv_cache, library, quantized, varlen
+from fa_ops.ops import axes, dense, kv_cache, library, programmed, quantized, varlen
 from fa_ops.ops.eager import Found
 from fa_ops.ops.library import Route, after_import, is_dispatched
 from fa_ops.ops.schemas import Schema
@@ -150,9 +150,8 @@ class BackwardCallSite(CallSite):
 
     def _all(self, grads: tuple, q: Tensor) -> list[Tensor]:
         """All results: without elements where there is no gradient."""
-        found = Gradients(*grads)
-        if self.schema.signature is varlen.PACKED:
-            found = *found[:3], found.sinks
+        named = Gradients(*grads)
+        found = (getattr(named, name) for name in axes.RESULTS[self.operator._opname])
         return [q.new_empty(0) if g is None else g for g in found]
 
 
@@ -173,6 +172,8 @@ _SCHEMAS = {
     "attention_with_kv_cache": kv_cache.READING,
     "attention_with_kv_cache_append": kv_cache.APPENDING,
     "quantized_attention": quantized.SCHEMA,
+    "attention_programmed": programmed.OPERATORS.forward,
+    "attention_programmed_backward": programmed.OPERATORS.backward,
 }
 
 

@@ -15,6 +15,7 @@ from fa_ops.ops import (
     library,
     masks,
     merge,
+    programmed,
     quantized,
     varlen,
 )
@@ -184,11 +185,24 @@ for _operator in (
 ):
     _register(_operator, _rule)
 _register(merge.MERGE, _merge_rule)
-for _operator in (kv_cache.READ, kv_cache.APPEND, fully_masked_rows.OPERATOR, masks.MASK_BLOCKS):
+for _operator in (
+    kv_cache.READ,
+    kv_cache.APPEND,
+    fully_masked_rows.OPERATOR,
+    masks.MASK_BLOCKS,
+    programmed.PROGRAMMED_ATTENTION,
+    programmed.BACKWARD,
+):
     _register(_operator, _separate_rule)
 
 
-SAC_OPS = (dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN, merge.MERGE)
+SAC_OPS = (
+    dense.ATTENTION,
+    dense.WITH_LSE,
+    varlen.VARLEN,
+    programmed.PROGRAMMED_ATTENTION,
+    merge.MERGE,
+)
 """The operators whose results selective activation checkpointing should save.
 
 Examples:
@@ -266,8 +280,9 @@ def register_flops() -> None:
             flop_registry.pop(operator, None)  # of modules that were dropped and imported again
         return register_flop_formula(operators, **options)
 
-    register("attention", "attention_with_lse", "quantized_attention")(_dense_flops)
-    register("attention_backward")(_dense_backward_flops)
+    dense_names = "attention", "attention_with_lse", "attention_programmed", "quantized_attention"
+    register(*dense_names)(_dense_flops)
+    register("attention_backward", "attention_programmed_backward")(_dense_backward_flops)
     register("attention_varlen", get_raw=True)(_packed_flops)
     register("attention_varlen_backward", get_raw=True)(_packed_backward_flops)
     cached = "attention_with_kv_cache", "attention_with_kv_cache_append"

@@ -42,6 +42,12 @@ _QUANTIZED = (
     "Tensor? sinks=None, Tensor? kv_lens=None, Tensor? key_ranges=None, "
     "ScalarType? qk_dtype=None, bool smooth_key=True, bool rotate=False, str? backend=None"
 )
+_PROGRAMMED = (
+    "str program, Tensor? attn_mask=None, bool is_causal=False, *, float? scale=None, "
+    "SymInt window_left=-1, SymInt window_right=-1, Tensor? sinks=None, Tensor? kv_lens=None, "
+    "Tensor? key_ranges=None, Tensor? term_values=None, Tensor? term_indices=None, "
+    "Tensor? tile_runs=None, bool deterministic=False, str? backend=None"
+)
 _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
 
 SCHEMAS = {
@@ -61,6 +67,11 @@ SCHEMAS = {
     # an operator of its own, so that reading a cache is no mutation to a compiler
     "attention_with_kv_cache_append": "(Tensor query, Tensor(a!) key_cache, "
     f"Tensor(b!) value_cache, Tensor key, Tensor value, {_CACHED}) -> (Tensor, Tensor)",
+    # scores changed, and keys masked out, by a program: `fa_ops.programs.program`
+    "attention_programmed": f"({_QKV}, {_PROGRAMMED}) -> (Tensor, Tensor)",
+    # gradients of query, key, value, attn_mask, sinks, term_values
+    "attention_programmed_backward": f"({_SAVED}, {_PROGRAMMED}, bool mask_grad=False) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     # 16-bit tensors, which it quantises, or e4m3 ones with their scales
     "quantized_attention": f"({_QKV}, {_QUANTIZED}) -> (Tensor, Tensor)",
     # which tiles of a mask attention may skip, and where it need not read the mask

@@ -80,7 +80,9 @@ def _gradients(call: Call) -> Gradients:
             dsinks += (grad_lse * _in_a_sequence(call)).sum(1).to(dsinks)
         else:
             dsinks = grad_lse.sum((0, 2)).to(sinks.dtype)
-    return Gradients(*(torch.zeros_like(t) for t in call[:3]), dmask, dsinks)
+    values = call.operands.term_values
+    dvalues = None if values is None else torch.zeros_like(values)
+    return Gradients(*(torch.zeros_like(t) for t in call[:3]), dmask, dsinks, dvalues)
 
 
 _FEATURES = 16  # in place of none at all, neither of keys nor of values

@@ -27,6 +27,7 @@ from fa_ops.call.call import (
     DENSE,
     PACKED,
     PAGED,
+    PROGRAMMED,
     QUANTIZED,
     Call,
     Plan,
@@ -301,6 +302,8 @@ def check(call: Call, real: bool = True, signature: Signature | None = None) -> 
         checks.dense(call, real)
     elif signature is PACKED:
         checks.packed(call, real)
+    elif signature is PROGRAMMED:
+        checks.programmed(call, real)
     elif signature is CACHED:
         cache_checks.cached(call, real)
     elif signature is PAGED:

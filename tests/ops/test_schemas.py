@@ -76,6 +76,17 @@ fa::attention_with_kv_cache_append(Tensor query, Tensor(a!) key_cache, Tensor(b!
   Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False,
   SymInt num_splits=0, bool batch_invariant=False, str? backend=None, Tensor? key_ranges=None,
   Tensor? unified_max=None) -> (Tensor, Tensor)
+fa::attention_programmed(Tensor query, Tensor key, Tensor value, str program,
+  Tensor? attn_mask=None, bool is_causal=False, *, float? scale=None, SymInt window_left=-1,
+  SymInt window_right=-1, Tensor? sinks=None, Tensor? kv_lens=None, Tensor? key_ranges=None,
+  Tensor? term_values=None, Tensor? term_indices=None, Tensor? tile_runs=None,
+  bool deterministic=False, str? backend=None) -> (Tensor, Tensor)
+fa::attention_programmed_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key,
+  Tensor value, Tensor out, Tensor lse, str program, Tensor? attn_mask=None, bool is_causal=False,
+  *, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, Tensor? sinks=None,
+  Tensor? kv_lens=None, Tensor? key_ranges=None, Tensor? term_values=None,
+  Tensor? term_indices=None, Tensor? tile_runs=None, bool deterministic=False, str? backend=None,
+  bool mask_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 fa::quantized_attention(Tensor query, Tensor key, Tensor value, Tensor? q_scale=None,
   Tensor? k_scale=None, Tensor? v_scale=None, bool is_causal=False, *, float? scale=None,
   SymInt window_left=-1, SymInt window_right=-1, float softcap=0., Tensor? sinks=None,

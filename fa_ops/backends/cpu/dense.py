@@ -16,6 +16,8 @@ from fa_ops.backends.cpu import scores as layout
 from fa_ops.backends.cpu.scores import (
     ScoreProblem,
     Scores,
+    ScoreTile,
+    Slab,
     attended_ranges,
     cut,
     skipping_pays,
@@ -24,6 +26,9 @@ from fa_ops.backends.cpu.scores import (
 from fa_ops.backends.dropout import is_words
 from fa_ops.call.call import Call
 from fa_ops.call.options import Gradients
+from fa_ops.programs.evaluation import Elements
+from fa_ops.programs.expressions import COLUMN, DISTANCE, ROW, derivatives
+from fa_ops.programs.program import padding_of_distances, parse
 
 # The CPU engine that calls aten's flash kernel, on pieces of a call that the kernel supports.
 #
@@ -82,6 +87,8 @@ def plan(call: Call) -> list[Piece] | None:
     """Pieces with disjoint batches, or None if the kernel cannot run; other rows are empty."""
     (q, k, v), tensors, options = call[:3], call.operands, call.options
     if options.softcap > 0 or options.dropout_p > 0 or tensors.alibi_slopes is not None:
+        return None
+    if call.is_programmed:
         return None
     if q.shape[3] != v.shape[3] or call.scale <= 0:
         return None
@@ -336,10 +343,12 @@ def blockwise_backward(call: Call, first_batch: int) -> Gradients:
     dtype = problem.dtype
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     dmask = torch.zeros(mask.shape, dtype=dtype) if mask_grad else None
+    values = call.operands.term_values
+    of_terms = TermGradients(call) if values is not None and problem.program.has_gradient else None
     # exp(s - lse) is the weight, and 0 in a dead row
     lse = lse.masked_fill(lse == float("-inf"), float("inf")).unsqueeze(-1)
     for slab in problem.slabs():
-        walk = _Backward(Scores(problem, slab), v, dmask)
+        walk = _Backward(Scores(problem, slab), v, dmask, of_terms)
         for rows in problem.row_blocks():
             do = slab.fold(grad_out, rows, dtype)
             delta = (do * slab.fold(out, rows, dtype)).sum(-1, keepdim=True)
@@ -351,7 +360,33 @@ def blockwise_backward(call: Call, first_batch: int) -> Gradients:
         dv[slab.batches, slab.heads] = slab.unfold_keys(walk.dv)
     if dmask is not None:
         dmask = torch.empty_like(mask).copy_(dmask)
-    return Gradients(dq, dk, dv, dmask)
+    dvalues = None
+    if values is not None:
+        dvalues = torch.zeros_like(values) if of_terms is None else of_terms.packed
+    return Gradients(dq, dk, dv, dmask, None, dvalues)
+
+
+class TermGradients:
+    """The gradients of a program's terms, summed over tiles in their order."""
+
+    def __init__(self, call: Call) -> None:
+        (q, k), t = call[:2], call.operands
+        self.program = parse(call.options.program)
+        self.packed = torch.zeros_like(t.term_values)
+        views = self.program.views(self.packed, t.term_indices, *q.shape[:3], k.shape[2])
+        self.views = {i: views[i] for i, term in enumerate(self.program.terms) if term.grad}
+
+    def add(self, elements: Elements, slab: Slab, of_each: dict[int, Tensor]) -> None:
+        """Add the gradients of a tile, of each term (batches, heads, group, rows, columns)."""
+        rows, columns = elements.rows, elements.columns
+        for i, grads in of_each.items():
+            domain, total = self.program.terms[i].domain, slab.spread(self.views[i])
+            if domain == DISTANCE:
+                first = padding_of_distances(elements.Sk) + rows.start - columns.stop + 1
+                part = slice(first, first + sum(grads.shape[-2:]) - 1)
+            else:
+                part = {ROW: rows, COLUMN: columns}.get(domain, slice(None))
+            total[..., part] += elements.summed(grads, i).sum_to_size(total[..., part].shape)
 
 
 class _Backward:
@@ -361,8 +396,17 @@ class _Backward:
     set to 0, because products of the NaN with weights of 0 would spread it to masked keys.
     """
 
-    def __init__(self, scores: Scores, v: Tensor, dmask: Tensor | None) -> None:
-        self.scores = scores
+    def __init__(
+        self, scores: Scores, v: Tensor, dmask: Tensor | None, of_terms: TermGradients | None
+    ) -> None:
+        self.scores, self.of_terms, program = scores, of_terms, scores.program
+        self.leaves: list[int] = []  # terms whose gradients are wanted
+        self.slopes = None
+        if program is not None and program.score is not None:
+            e = program.expressions
+            self.leaves = [] if of_terms is None else [*of_terms.views]
+            leaves = [e.argument("score"), *(e.term(i, "float") for i in self.leaves)]
+            self.slopes = derivatives(e, program.score, leaves)
         self.k = scores.clean_k
         self.v, _ = without_nan(scores.slab.keys(v, self.k.dtype))
         self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
@@ -394,12 +438,29 @@ class _Backward:
             if self.dmask is not None:
                 part = cut(self.dmask, rows, tile.cols)
                 part += scores.slab.unfold(ds).sum_to_size(part.shape)
-            if capped is not None:
+            if self.slopes is not None:
+                self._through_program(tile, capped, ds, p)
+            elif capped is not None:
                 slope = capped.square_().neg_().add_(1.0)
                 ds.mul_(slope if scores.bad_keys is None else slope.nan_to_num_())
             dq.baddbmm_(ds, self.k[:, tile.cols])
             self.dk[:, tile.cols].baddbmm_(ds.transpose(1, 2), q)
         return dq.mul_(scores.scale)
+
+    def _through_program(self, tile: ScoreTile, before: Tensor, ds: Tensor, p: Tensor) -> None:
+        """The gradients of scores `before` the program in place of `ds`, and those of terms.
+
+        A score without weight has none, whatever the derivative of the program is there.
+        """
+        slab, unweighted = self.scores.slab, p == 0.0
+        elements = self.scores.elements(tile.rows, tile.cols, before)
+        of_score, *of_terms = elements.evaluate(*self.slopes)
+        heads, without = slab.unfold(ds), slab.unfold(unweighted)
+        products = (heads * x for x in of_terms)
+        of_each = {i: x.masked_fill_(without, 0.0) for i, x in zip(self.leaves, products)}
+        if of_each:
+            self.of_terms.add(elements, slab, of_each)
+        heads.mul_(of_score).masked_fill_(without, 0.0)
 
 
 def _bad_rows(q: Tensor, do: Tensor, lse: Tensor, delta: Tensor) -> Tensor | None:

@@ -14,6 +14,9 @@ from fa_ops.backends import dropout
 from fa_ops.backends.mask_blocks import EMPTY, FULL, listed_states
 from fa_ops.call.call import Call
 from fa_ops.call.options import MASK_BLOCK, Operands
+from fa_ops.programs.evaluation import Elements, integers_of
+from fa_ops.programs.program import parse
+from fa_ops.programs.tiles import states_of_runs
 
 # Memory layouts and dtypes of the CPU engines.
 
@@ -116,6 +119,9 @@ class ScoreTile(NamedTuple):
     biased: bool  # whether a float mask changes its scores
 
 
+_TERMS = slice(Operands._fields.index("term_values"), Operands._fields.index("tile_runs"))
+
+
 class ScoreProblem:
     """The scores of one call, divided into slabs of heads and blocks of rows."""
 
@@ -132,6 +138,10 @@ class ScoreProblem:
         self.states = None  # of the mask's tiles, as `listed_states` returns them
         if call.operands.mask_blocks is not None:
             self.states = listed_states(call.operands.mask_blocks, call.operands.attn_mask)
+        self.program = parse(call.options.program) if call.is_programmed else None
+        if call.operands.tile_runs is not None:
+            tiles = (-(-x.shape[2] // MASK_BLOCK) for x in (q, k))
+            self.states = states_of_runs(call.operands.tile_runs, *tiles)
         self.buffers: dict[str, Tensor] = {}
 
     def slabs(self) -> Iterator[Slab]:
@@ -163,7 +173,7 @@ class Scores:
 
     def __init__(self, problem: ScoreProblem, slab: Slab) -> None:
         call, self.problem, self.slab = problem.call, problem, slab
-        self.operands, self.options = call.operands, call.options
+        self.operands, self.options, self.program = call.operands, call.options, problem.program
         self.Hq, self.Sq, self.Sk = *problem.q.shape[1:3], problem.k.shape[2]
         self.k = slab.keys(problem.k, problem.dtype)
         self.clean_k, self.bad_keys = without_nan(self.k)
@@ -186,9 +196,18 @@ class Scores:
             self.slopes = slab.spread(slopes)
             # query i has position i + offset
             self.offset = slab.spread(key_lengths(call)) - self.Sq
+        if self.program is not None:
+            values, indices, B = *self.operands[_TERMS], problem.q.shape[0]
+            views = self.program.views(values, indices, B, self.Hq, self.Sq, self.Sk)
+            self.terms = [slab.spread(x) for x in views]
+            self.integers = integers_of(self.program.roots)
+            index = torch.arange(max(B, self.Hq), dtype=self.integers)
+            batches, heads = index[:B].view(-1, 1, 1, 1), index[: self.Hq].view(1, -1, 1, 1)
+            self.index = {"b": slab.spread(batches), "h": slab.spread(heads)}
         # masked scores too: an infinite slope times a distance of 0 is NaN
         self.may_be_nan = not (
             math.isfinite(self.bound)
+            and self.program is None
             and (self.bias is None or _finite_or_low(self.bias))
             and (self.slopes is None or bool(self.slopes.isfinite().all()))
         )
@@ -211,26 +230,38 @@ class Scores:
             state = TileState.MIXED if self.states is None else self.states.of(rows, cols)
             if state is TileState.EMPTY:
                 continue
-            is_mixed = state is TileState.MIXED
+            # of a programmed call the states are those of the program's mask alone
+            is_mixed = state is TileState.MIXED or self.program is not None
             low = cols.start if cols.start < first else max(cols.start, last)
             high = cols.stop if cols.stop > last else min(cols.stop, first)
-            reads_keep = self.keep is not None and is_mixed
-            edge, keep = cols if reads_keep else slice(low, high), None
+            masks = []
+            if self.keep is not None and is_mixed:
+                masks.append(cut(self.keep, rows, cols))
+            applies = self.program is not None and self.program.mask is not None
+            if applies and state is TileState.MIXED:
+                masks += self.elements(rows, cols).evaluate(self.program.mask)
+            edge, keep = cols if masks else slice(low, high), None
             if low < high:
                 j = torch.arange(edge.start, edge.stop, dtype=torch.int32)
                 keep = (j >= ranges.lo) & (j < ranges.hi)
-            if reads_keep:
-                mask = cut(self.keep, rows, cols)
+            for mask in masks:
                 keep = mask if keep is None else keep & mask
-                if not keep.any():
-                    continue
+            if masks and not keep.any():
+                continue
             masked = slice(edge.start - cols.start, edge.stop - cols.start)
             yield ScoreTile(rows, cols, masked, keep, self.bias is not None and is_mixed)
 
     def of(self, q: Tensor, tile: ScoreTile) -> tuple[Tensor, Tensor | None]:
-        """Scores (n, group * rows, cols), -inf where masked, and the softcap's tanh or None."""
+        """Scores (n, group * rows, cols), -inf where masked.
+
+        And the softcap's tanh, or the scores before the program, or None.
+        """
         s = self.problem.products("scores", q, self.k[:, tile.cols])
         capped = None
+        if self.program is not None and self.program.score is not None:
+            capped = s
+            (value,) = self.elements(tile.rows, tile.cols, s).evaluate(self.program.score)
+            s = value.expand(self.slab.unfold(s).shape).reshape(s.shape)
         if self.cap:
             capped = torch.tanh(s, out=self.problem.buffer("capped", *s.shape))
             torch.mul(capped, self.cap, out=s)
@@ -247,6 +278,17 @@ class Scores:
         if tile.keep is not None:
             self._mask(heads[..., tile.edge], tile.keep)
         return s, capped
+
+    def elements(self, rows: slice, cols: slice, s: Tensor | None = None) -> Elements:
+        """What the program reads of a tile with the scores `s`."""
+        i = torch.arange(rows.start, rows.stop, dtype=self.integers).view(-1, 1)
+        j = torch.arange(cols.start, cols.stop, dtype=self.integers)
+        arguments = self.index | {"q": i, "k": j}
+        if s is not None:
+            arguments["score"] = self.slab.unfold(s)
+        return Elements(
+            self.program, arguments, self.terms, rows, cols, self.Sk, self.problem.dtype
+        )
 
     def _mask(self, s: Tensor, keep: Tensor) -> None:
         """Set masked scores to -inf. Clamping is 9 times faster than filling, but keeps NaN."""

@@ -47,6 +47,7 @@ def prepare(call: Call, otherwise: Run) -> Run:
         or t.alibi_slopes is not None
         or t.sinks is not None
         or t.mask_blocks is not None
+        or call.is_programmed
         or call.is_paged
         or not q.dtype == k.dtype == v.dtype  # of a cache in 8 bits
         or q.shape[-1] != v.shape[-1]

@@ -46,6 +46,7 @@ from fa_ops.call.options import (
 )
 
 _ALTERNATIVE = "the triton backend can run it"
+_ALTERNATIVE_OF_PROGRAMS = "the reference backend does"
 
 
 def is_for_this_gpu() -> bool:
@@ -79,6 +80,8 @@ def available_error() -> str | None:
 def supports(call: Call) -> str | None:
     """Why the backend cannot run the call, or None."""
     signature = call.signature
+    if call.is_programmed:
+        return f"does not run programs of score_mod and mask_mod yet; {_ALTERNATIVE_OF_PROGRAMS}"
     if signature is QUANTIZED:
         return _quantized_error(call)
     if signature is QUANTIZED_PACKED:

@@ -52,6 +52,8 @@ def available_error() -> str | None:
 
 def supports(call: Call) -> str | None:
     """Why this backend cannot run the call, and what can."""
+    if call.is_programmed:
+        return "does not run programs of score_mod and mask_mod yet; the reference backend does"
     if call.is_paged and call.is_packed:
         return "attends packed queries over pages as rows of a cache"
     if call.is_cached:

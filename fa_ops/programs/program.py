@@ -1,0 +1,256 @@
+"""Programs: what an operator is told of a score_mod and a mask_mod, as text, and their terms.
+
+    fa1
+    t0 float row bh grad      a term: its type, its domain, whether it differs by batch and by head
+    t1 int column b           ("-": by neither), and whether its gradient is wanted
+    x0 le(k, q)               an operation on the score, indices, terms, constants, earlier lines
+    x1 eq(t1, 3)
+    x2 and(x0, x1)
+    x3 sub(score, t0)
+    mask x2                   where it is false, a key is masked out; may be missing
+    score x3                  the score in place of scale * q . k; may be missing
+
+A term has an element for each query (`row`), each key (`column`), each distance q - k (`distance`),
+each block of queries and keys (`blocks:128x128`), or for all (`tile`). The elements of all float
+terms are in one tensor, those of all int terms in another one, as `ScoreProgram.places` says.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.programs.expressions import (
+    ARGUMENTS,
+    BOOL,
+    COLUMN,
+    DISTANCE,
+    FLOAT,
+    INT,
+    MAX_NODES,
+    ROW,
+    TILE,
+    Expressions,
+    Node,
+    literal,
+    order,
+)
+
+VERSION = "fa1"
+BLOCKS = "blocks"
+PAD = 256  # elements: the lengths of rows and columns are multiples, so that no tile ends outside
+ALIGNED = 64  # elements: every term starts at a multiple
+MAX_TEXT = 2**18  # characters
+MAX_TERMS = 64
+TILE_SIZE = 128  # queries, and keys, of a tile of runs
+MAX_RUNS = 16  # of tiles that a row of tiles lists; with more, neighbours are merged
+
+
+class Term(NamedTuple):
+    """Numbers that a program reads, one for each element of a domain."""
+
+    type: str
+    domain: str
+    by_batch: bool
+    by_head: bool
+    grad: bool = False
+    block: tuple[int, int] = (0, 0)  # queries and keys, of the domain BLOCKS
+
+    def __str__(self) -> str:
+        domain = (
+            f"{BLOCKS}:{self.block[0]}x{self.block[1]}" if self.domain == BLOCKS else self.domain
+        )
+        differs = "b" * self.by_batch + "h" * self.by_head or "-"
+        return f"{self.type} {domain} {differs}{' grad' * self.grad}"
+
+    def length(self, Sq: int, Sk: int) -> int:
+        """The elements of one batch and head."""
+        if self.domain == BLOCKS:
+            rows, columns = (-(-n // size) for n, size in zip((Sq, Sk), self.block, strict=True))
+            return rows * columns
+        Sq, Sk = padded(Sq), padded(Sk)
+        return {TILE: 1, ROW: Sq, COLUMN: Sk, DISTANCE: Sq + Sk}[self.domain]
+
+    def shape(self, B: int, H: int, Sq: int, Sk: int) -> tuple[int, int, int]:
+        """(B or 1, H or 1, elements)."""
+        return B if self.by_batch else 1, H if self.by_head else 1, self.length(Sq, Sk)
+
+
+def padded(length: int) -> int:
+    """A number of queries or keys as terms have it."""
+    return -(-length // PAD) * PAD
+
+
+class Place(NamedTuple):
+    """Where a term is in the tensor of its type."""
+
+    offset: int
+    shape: tuple[int, int, int]
+
+
+class ScoreProgram(NamedTuple):
+    """A score and a mask as expressions of score, indices and terms."""
+
+    terms: tuple[Term, ...]
+    mask: Node | None
+    score: Node | None
+    expressions: Expressions
+
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        """The expressions that are not missing."""
+        return tuple(x for x in (self.mask, self.score) if x is not None)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the gradient of a term is wanted."""
+        return any(term.grad for term in self.terms)
+
+    def places(self, type: str, B: int, H: int, Sq: int, Sk: int) -> tuple[list[Place | None], int]:
+        """Where each term of a type is in its tensor, and how many elements that has."""
+        found, total = [], 0
+        for term in self.terms:
+            if term.type != type:
+                found.append(None)
+                continue
+            shape = term.shape(B, H, Sq, Sk)
+            found.append(Place(total, shape))
+            total += -(-(shape[0] * shape[1] * shape[2]) // ALIGNED) * ALIGNED
+        return found, total
+
+    def views(
+        self, values: Tensor | None, indices: Tensor | None, B: int, H: int, Sq: int, Sk: int
+    ) -> list[Tensor]:
+        """The terms as views (B or 1, H or 1, elements) of their tensors."""
+        sizes = B, H, Sq, Sk
+        found: list[Tensor | None] = [None] * len(self.terms)
+        for type, packed in ((FLOAT, values), (INT, indices)):
+            for i, place in enumerate(self.places(type, *sizes)[0]):
+                if place is not None:
+                    b, h, n = place.shape
+                    part = packed.narrow(0, place.offset, b * h * n)
+                    found[i] = part.view(b, h, n)
+        return found
+
+    def pack(self, type: str, terms: Iterable[Tensor], sizes: tuple, like: Tensor) -> Tensor | None:
+        """The tensor of the terms of a type, given each as (B or 1, H or 1, elements unpadded)."""
+        places, total = self.places(type, *sizes)
+        parts, at = [], 0
+        for place, x in zip(places, terms, strict=True):
+            if place is None:
+                continue
+            missing = place.shape[2] - x.shape[-1]
+            x = torch.nn.functional.pad(x.expand(*place.shape[:2], -1), (0, missing))
+            parts += [like.new_zeros(place.offset - at, dtype=x.dtype), x.reshape(-1)]
+            at = place.offset + place.shape[0] * place.shape[1] * place.shape[2]
+        if not parts:
+            return None
+        return torch.cat([*parts, like.new_zeros(total - at, dtype=parts[-1].dtype)])
+
+    def __str__(self) -> str:
+        lines = [VERSION, *(f"t{i} {term}" for i, term in enumerate(self.terms))]
+        names: dict[Node, str] = {}
+        for node in order(*self.roots):
+            if node.op == "const":
+                names[node] = literal(node.value)
+            elif node.op == "argument":
+                names[node] = node.value
+            elif node.op == "term":
+                names[node] = f"t{node.value}"
+            else:
+                names[node] = f"x{sum(name[0] == 'x' for name in names.values())}"
+                lines.append(f"{names[node]} {node.op}({', '.join(names[a] for a in node.args)})")
+        lines += [f"mask {names[self.mask]}"] if self.mask is not None else []
+        lines += [f"score {names[self.score]}"] if self.score is not None else []
+        return "\n".join(lines) + "\n"
+
+
+def padding_of_distances(Sk: int) -> int:
+    """The place of the distance 0 among the elements of a term of distances."""
+    return padded(Sk)
+
+
+# Text to program.
+
+_TERM = re.compile(
+    r"t(\d+) (float|int) (tile|row|column|distance|blocks:(\d+)x(\d+)) (b?h?|-)( grad)?"
+)
+_LINE = re.compile(r"x(\d+) ([a-z]+[0-9a-z_]*)\(([^()]*)\)")
+_ROOT = re.compile(r"(mask|score) (\S+)")
+_INTEGER = re.compile(r"-?\d{1,19}")
+_REAL = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?|-?inf|nan")
+
+
+@functools.lru_cache(4096)
+def parse(text: str) -> ScoreProgram:
+    """The program that a text is. Raises ValueError with the line that is none."""
+    if not isinstance(text, str) or len(text) > MAX_TEXT:
+        raise ValueError(f"program must be a text of at most {MAX_TEXT} characters")
+    e, terms, known, roots = Expressions(), [], {}, {}
+    lines = text.split("\n")
+    if lines[0] != VERSION or lines[-1] != "" or len(lines) > MAX_NODES:
+        raise ValueError(
+            f"program must begin with the line {VERSION!r}, end with a line break, and have at "
+            f"most {MAX_NODES} lines, got {text[:80]!r}"
+        )
+    for number, line in enumerate(lines[1:-1], 2):
+        try:
+            _read_line(line, e, terms, known, roots)
+        except ValueError as error:
+            raise ValueError(f"program, line {number}, {line[:80]!r}: {error}") from None
+    program = ScoreProgram(tuple(terms), roots.get("mask"), roots.get("score"), e)
+    if program.mask is not None and e.argument("score") in order(program.mask):
+        raise ValueError("program has a mask that reads the score: put it into the score, as -inf")
+    used = {n.value for n in order(*program.roots) if n.op == "term"}
+    if used != set(range(len(terms))) or not roots:
+        raise ValueError("program must have a mask or a score, which read each of its terms")
+    return program
+
+
+def _read_line(
+    line: str, e: Expressions, terms: list[Term], known: dict[str, Node], roots: dict[str, Node]
+) -> None:
+    if match := _TERM.fullmatch(line):
+        number, type, domain, rows, columns, differs, grad = match.groups()
+        if known or roots or int(number) != len(terms) or not differs or len(terms) >= MAX_TERMS:
+            raise ValueError("terms are numbered from t0, before all other lines")
+        block = (int(rows), int(columns)) if rows else (0, 0)
+        if (rows and 0 in block) or (grad and type != FLOAT):
+            raise ValueError("blocks have queries and keys, and gradients are of floats")
+        name = BLOCKS if rows else domain
+        terms.append(Term(type, name, "b" in differs, "h" in differs, bool(grad), block))
+    elif match := _LINE.fullmatch(line):
+        number, op, args = match.groups()
+        if roots or int(number) != len(known):
+            raise ValueError("operations are numbered from x0, before mask and score")
+        nodes = [_operand(arg, e, terms, known) for arg in args.split(", ")]
+        known[f"x{number}"] = e.make(op, *nodes)
+    elif match := _ROOT.fullmatch(line):
+        name, value = match.groups()
+        node = _operand(value, e, terms, known)
+        if node.type != (BOOL if name == "mask" else FLOAT) or name in roots:
+            raise ValueError("mask is one bool, and score one float")
+        roots[name] = node
+    else:
+        raise ValueError("neither a term, an operation, a mask nor a score")
+
+
+def _operand(text: str, e: Expressions, terms: Sequence[Term], known: dict[str, Node]) -> Node:
+    if text in known:
+        return known[text]
+    if text in ARGUMENTS:
+        return e.argument(text)
+    if text in ("true", "false"):
+        return e.constant(text == "true", BOOL)
+    if _INTEGER.fullmatch(text):
+        return e.constant(int(text), INT)
+    if _REAL.fullmatch(text):
+        return e.constant(float(text), FLOAT)
+    if text[:1] == "t" and text[1:].isdecimal() and int(text[1:]) < len(terms):
+        return e.term(int(text[1:]), terms[int(text[1:])].type)
+    raise ValueError(f"{text[:40]!r} is not defined")

@@ -1,0 +1,697 @@
+"""Reads a score_mod or mask_mod: the function is called once with stand-ins for its arguments.
+
+Stand-ins are tensors without memory. What torch is asked to do with them becomes nodes of an
+expression. Captured tensors are found where the function uses them, and stand for themselves: their
+values are never read. What depends on values, or is no function of single elements, is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from fa_ops.programs.expressions import (
+    BOOL,
+    FLOAT,
+    FLOAT_FUNCTIONS,
+    INDICES,
+    INT,
+    Expressions,
+    Node,
+)
+
+TYPES = {torch.bool: BOOL} | dict.fromkeys(
+    (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), INT
+) | dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), FLOAT)  # fmt: skip
+_HERE, _TORCH = os.path.dirname(__file__), os.path.dirname(torch.__file__)
+
+
+class Reading(NamedTuple):
+    """What a function computes, and which tensors that it reads it made itself."""
+
+    root: Node
+    made: frozenset[int]
+
+
+class _StandIn(Tensor):
+    """A number of one score, or a part of a captured tensor; operations on it are written down."""
+
+    content: Node | _Part
+    session: _Session
+
+    @staticmethod
+    def __new__(cls, content, session, dtype, shape=()):
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=session.device)
+        made.content, made.session = content, session
+        return made
+
+    def __repr__(self, **_):
+        return f"<{self.content}>"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        session = _session_of((args, kwargs))
+        return session.operation(func, args, kwargs or {})
+
+
+class _Part(NamedTuple):
+    """A captured tensor, indexed in some of its dimensions."""
+
+    tensor: int
+    index: tuple[Node, ...]
+
+
+def _session_of(arguments: object) -> _Session:
+    found: list[_Session] = []
+
+    def look(x):
+        if isinstance(x, _StandIn):
+            found.append(x.session)
+
+    tree_map(look, arguments)
+    return found[0]
+
+
+_VALUES = {  # what reads a value on the host, with the remedy
+    "__bool__": "depends on a value (if, while, and, or, not): use torch.where, &, | and ~",
+    "item": "reads a number from the device by item(): leave it a tensor",
+    "tolist": "reads numbers from the device by tolist(): leave it a tensor",
+    "numpy": "reads a tensor as an array: use operations of torch",
+    "__array__": "gives a tensor to NumPy: use operations of torch",
+} | dict.fromkeys(
+    ("__int__", "__float__", "__index__", "__len__", "__iter__", "__contains__"),
+    "needs a value on the host (int, float, range, len): use operations of torch",
+)  # fmt: skip
+_RANDOM = ("rand", "bernoulli", "multinomial", "normal", "dropout", "poisson", "exponential_")
+
+
+class _Session(TorchFunctionMode):
+    """One reading of a function."""
+
+    def __init__(
+        self, name: str, e: Expressions, device: torch.device, tensors: list[Tensor]
+    ) -> None:
+        super().__init__()
+        self.name, self.e, self.device, self.tensors = name, e, device, tensors
+        self.made: dict[int, Tensor] = {}  # by identity, kept alive
+        self.where = ""  # of the function, once it has returned
+
+    def refuse(self, reason: str, error: type = NotImplementedError) -> NoReturn:
+        """Raise with the function's name, file and line."""
+        raise error(f"{self.name}{self.where or _line_of_user()} {reason}") from None
+
+    # Between the function and torch: indexing, and tensors that are not stand-ins.
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
+        if name in _VALUES and args and isinstance(args[0], Tensor):
+            if id(args[0]) in self.made:
+                return func(*args, **kwargs)
+            self.refuse(_VALUES[name])
+        if name.startswith(_RANDOM):
+            self.refuse(f"draws random numbers by {name}: draw them before, and capture them")
+        if func is Tensor.__getitem__:
+            return self._element(*args)
+        if func is Tensor.__setitem__:
+            self.refuse("writes to a tensor: use torch.where")
+        if not self._has_others((args, kwargs)) and not self._has_stand_ins((args, kwargs)):
+            result = func(*args, **kwargs)
+            tree_map(lambda x: self._make(x), result)
+            return result
+        args, kwargs = tree_map(self.stand_in, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _has_stand_ins(self, arguments: object) -> bool:
+        found = []
+        tree_map(lambda x: found.append(x) if isinstance(x, _StandIn) else None, arguments)
+        return bool(found)
+
+    def _has_others(self, arguments: object) -> bool:
+        """Whether a tensor is captured; those that the function made of numbers are not."""
+        found = []
+        tree_map(lambda x: found.append(x) if isinstance(x, Tensor) else None, arguments)
+        return any(not isinstance(x, _StandIn) and id(x) not in self.made for x in found)
+
+    def _make(self, x: object) -> None:
+        if isinstance(x, Tensor) and not isinstance(x, _StandIn):
+            self.made[id(x)] = x
+
+    def stand_in(self, x: object) -> object:
+        """What stands for a tensor that the function captures or makes."""
+        if not isinstance(x, Tensor) or isinstance(x, _StandIn):
+            return x
+        if x.dtype not in TYPES:
+            self.refuse(f"reads a tensor of {str(x.dtype).removeprefix('torch.')}: cast it before")
+        if id(x) in self.made and x.dim() == 0:
+            return _StandIn(self.e.constant(x.item(), TYPES[x.dtype]), self, x.dtype)
+        if x.device != self.device and not (x.dim() == 0 and x.device.type == "cpu"):
+            self.refuse(
+                f"reads a tensor on {x.device}, but query is on {self.device}: move it before",
+                ValueError,
+            )
+        at = next((i for i, t in enumerate(self.tensors) if t is x), None)
+        if at is None:
+            at = len(self.tensors)
+            self.tensors.append(x)
+        return self._part(_Part(at, ()))
+
+    def _part(self, part: _Part) -> _StandIn:
+        t = self.tensors[part.tensor]
+        shape = t.shape[len(part.index) :]
+        content = part if len(shape) else self.e.load(part.tensor, part.index, TYPES[t.dtype])
+        return _StandIn(content, self, t.dtype, tuple(shape))
+
+    def _element(self, x: Tensor, index: object) -> object:
+        index = index if isinstance(index, tuple) else (index,)
+        if id(x) in self.made and not self._has_stand_ins(index) and not self._has_others(index):
+            result = x[index]
+            self._make(result)
+            return result
+        x = self.stand_in(x)
+        part = x.content
+        if isinstance(part, Node):
+            if all(i is None or i is Ellipsis for i in index):
+                return x
+            self.refuse("indexes a number, which has no elements")
+        index = tuple(i for i in index if i is not Ellipsis or len(index) != 1)
+        found = []
+        for i in index:
+            i = self.stand_in(i)
+            if isinstance(i, _StandIn) and isinstance(i.content, Node) and i.content.type == INT:
+                found.append(i.content)
+            elif isinstance(i, int) and not isinstance(i, bool):
+                found.append(self.e.constant(i, INT))
+            elif isinstance(i, _StandIn) and isinstance(i.content, Node):
+                self.refuse(f"indexes a tensor by a {i.content.type}: cast the index by .long()")
+            else:
+                kind = "slice" if isinstance(i, slice) else type(i).__name__.strip("_")
+                self.refuse(f"indexes a tensor by a {kind}: one index for each dimension is read")
+        if len(part.index) + len(found) > self.tensors[part.tensor].dim():
+            self.refuse(
+                f"has {len(found)} indices for a tensor of shape {tuple(x.shape)}", IndexError
+            )
+        return self._part(_Part(part.tensor, part.index + tuple(found)))
+
+    # Operations of ATen on stand-ins.
+
+    def operation(self, func, args: tuple, kwargs: dict) -> object:
+        """The result of an operation, as a stand-in."""
+        name = func._schema.name.removeprefix("aten::")
+        if name == "_local_scalar_dense":
+            self.refuse(_VALUES["item"])
+        given = _bound(func, args, kwargs)
+        contents = {n: x.content if isinstance(x, _StandIn) else x for n, x in given.items()}
+        if name in _SAME:
+            return args[0]
+        for x in contents.values():
+            if isinstance(x, _Part):
+                shape = tuple(self.tensors[x.tensor].shape[len(x.index) :])
+                self.refuse(f"computes with a whole tensor of shape {shape} by {name.strip('_')}: "
+                            "index it, or compute before and capture the result")  # fmt: skip
+        try:
+            meta = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
+        except Exception as error:  # whatever torch raises for such arguments
+            self.refuse(f"calls {name.strip('_')} wrongly: {str(error).splitlines()[0]}", TypeError)
+        if not isinstance(meta, Tensor) or meta.dim():
+            self.refuse(f"calls {name.strip('_')}, whose result is no number")
+        writes = name.endswith("_") and not name.endswith("__")
+        node = self._lowered(name[:-1] if writes else name, contents, meta.dtype, given)
+        if writes:
+            target = args[0]
+            if target.content.op in ("load", "argument") and id(target) not in self.made:
+                self.refuse("writes to a tensor: use an operation that gives a new one")
+            target.content = node
+            return target
+        return _StandIn(node, self, meta.dtype)
+
+    def _lowered(self, name: str, x: dict[str, Any], dtype: torch.dtype, given: dict) -> Node:
+        type = TYPES.get(dtype)
+        rule = _RULES.get(name)
+        if type is None or rule is None:
+            self.refuse(
+                f"calls {name.strip('_')}, which programs do not have; they have arithmetic, "
+                "comparisons, logic, where, and elementary functions"
+            )
+        call = _AtenCall(self.e, name, x, type, given)
+        try:
+            return rule(call)
+        except ValueError as error:
+            self.refuse(
+                f"calls {name.strip('_')} with arguments that programs do not have: {error}"
+            )
+
+
+def _bound(func, args: tuple, kwargs: dict) -> dict[str, object]:
+    """The arguments of an operation by name, with defaults."""
+    bound = {}
+    for i, argument in enumerate(func._schema.arguments):
+        if i < len(args):
+            bound[argument.name] = args[i]
+        elif argument.name in kwargs:
+            bound[argument.name] = kwargs[argument.name]
+        else:
+            bound[argument.name] = argument.default_value
+    return bound
+
+
+def _on_meta(x: object) -> object:
+    if isinstance(x, _StandIn):
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return torch.device("meta") if isinstance(x, torch.device) else x
+
+
+def _line_of(function: Callable) -> str:
+    """Where a function is defined."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    return f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+
+
+def _line_of_user() -> str:
+    """The innermost line that is neither of torch nor of this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_HERE, _TORCH)) and not path.startswith("<frozen"):
+            return f" ({os.path.basename(path)}, line {frame.f_lineno})"
+        frame = frame.f_back
+    return ""
+
+
+class _AtenCall(NamedTuple):
+    """A call of an operation of ATen: what its rule reads."""
+
+    e: Expressions
+    name: str
+    x: dict[str, Any]  # nodes and numbers
+    type: str  # of the result
+    given: dict[str, Any]
+
+    def node(self, name: str, type: str | None = None) -> Node:
+        """An argument in a type, the result's unless given."""
+        x, type = self.x[name], type or self.type
+        if isinstance(x, Node):
+            return self.e.cast(x, type)
+        if type == INT and isinstance(x, float):
+            raise ValueError(f"{name}={x}")
+        return self.e.constant(x, type)
+
+    def number(self, name: str, x: object, type: str) -> Node:
+        """A number, or a node, in a type."""
+        return self.e.cast(x, type) if isinstance(x, Node) else self.e.constant(x, type)
+
+    def common(self, a: str, b: str) -> str:
+        """The type in which two arguments are compared."""
+        x, y = self.given[a], self.given[b]
+        dtype = torch.result_type(_on_meta(x), _on_meta(y))
+        return TYPES[dtype]
+
+
+def _arithmetic(c: _AtenCall) -> Node:
+    a, b = c.node("self"), c.node("other")
+    op = c.name
+    if c.x.get("alpha", 1) != 1:
+        scaled = "self" if op == "rsub" else "other"
+        factor = c.number("alpha", c.x["alpha"], c.type)
+        a, b = (
+            (c.e.make("mul", a, factor), b) if scaled == "self" else (a, c.e.make("mul", b, factor))
+        )
+    if op == "rsub":
+        a, b, op = b, a, "sub"
+    if c.type == BOOL:
+        return c.e.make({"add": "or", "mul": "and"}[op], a, b)
+    return c.e.make(op, a, b)
+
+
+def _division(c: _AtenCall) -> Node:
+    mode = c.x.get("rounding_mode")
+    mode = "floor" if c.name == "floor_divide" else mode
+    a, b = c.node("self"), c.node("other")
+    if c.type == INT:
+        return c.e.make({"floor": "floordiv", "trunc": "quot"}[mode], a, b)
+    quotient = c.e.make("div", a, b)
+    return quotient if mode is None else c.e.make(mode, quotient)
+
+
+def _remainder(c: _AtenCall) -> Node:
+    a, b = c.node("self"), c.node("other")
+    if c.type == INT:
+        return c.e.make("mod" if c.name == "remainder" else "rem", a, b)
+    whole = c.e.make("floor" if c.name == "remainder" else "trunc", c.e.make("div", a, b))
+    return c.e.make("sub", a, c.e.make("mul", b, whole))
+
+
+def _comparison(c: _AtenCall) -> Node:
+    type, name = c.common("self", "other"), c.name
+    a, b = c.node("self", type), c.node("other", type)
+    if type == BOOL and name not in ("eq", "ne"):
+        a, b = c.e.cast(a, INT), c.e.cast(b, INT)
+    if name in ("gt", "ge"):
+        a, b, name = b, a, {"gt": "lt", "ge": "le"}[name]
+    if name == "ne":
+        return c.e.make("not", c.e.make("eq", a, b))
+    return c.e.make(name, a, b)
+
+
+def _logic(c: _AtenCall) -> Node:
+    op = c.name.strip("_").removeprefix("logical_").removeprefix("bitwise_")
+    type = BOOL if c.name.startswith("logical") else c.type
+    a, b = c.node("self", type), c.node("other", type)
+    return c.e.make(op if type == BOOL else f"bit{op}", a, b)
+
+
+def _not(c: _AtenCall) -> Node:
+    if c.type == BOOL:
+        return c.e.make("not", c.node("self", BOOL))
+    return c.e.make("bitnot", c.node("self"))
+
+
+def _shift(c: _AtenCall) -> Node:
+    op = "shl" if "left" in c.name or "lshift" in c.name else "shr"
+    return c.e.make(op, c.node("self"), c.node("other"))
+
+
+def _where(c: _AtenCall) -> Node:
+    return c.e.make("where", c.node("condition", BOOL), c.node("self"), c.node("other"))
+
+
+def _masked_fill(c: _AtenCall) -> Node:
+    return c.e.make("where", c.node("mask", BOOL), c.node("value"), c.node("self"))
+
+
+def _clamp(c: _AtenCall) -> Node:
+    """By `where`: at a limit the gradient is that of the argument, as in torch."""
+    x = c.node("self")
+    for name, at in (("min", 0), ("max", 1)):
+        if c.x.get(name) is not None:
+            limit = c.node(name)
+            if c.type == INT:
+                x = c.e.make("min" if at else "max", x, limit)
+            else:
+                outside = c.e.make("lt", *((limit, x) if at else (x, limit)))
+                x = c.e.make("where", outside, limit, x)
+    return x
+
+
+def _extreme(c: _AtenCall) -> Node:
+    return c.e.make(c.name[:3], c.node("self"), c.node("other"))
+
+
+def _power(c: _AtenCall) -> Node:
+    exponent = c.x["exponent"]
+    if isinstance(exponent, int | float) and exponent in (0.5, 1, 2, 3, 4, -1):
+        x = c.node("self")
+        if exponent == 0.5:
+            return c.e.make("sqrt", x)
+        if exponent == -1:
+            return c.e.make("div", c.e.constant(1.0, FLOAT), x)
+        product = x
+        for _ in range(int(exponent) - 1):
+            product = c.e.make("mul", product, x)
+        return product
+    if c.type == INT:
+        raise ValueError(f"an integer to the power {exponent}")
+    return c.e.make("pow", c.node("self"), c.node("exponent"))
+
+
+def _function(c: _AtenCall) -> Node:
+    if c.type == INT:  # floor, ceil and trunc of an integer
+        return c.node("self")
+    return c.e.make(c.name, c.node("self", FLOAT))
+
+
+def _composed(c: _AtenCall) -> Node:
+    """Functions that are some operations."""
+    e, x, one = c.e, c.node("self"), c.e.constant(1, c.type)
+    zero = e.constant(0, c.type)
+    match c.name:
+        case "reciprocal":
+            return e.make("div", one, x)
+        case "square":
+            return e.make("mul", x, x)
+        case "relu":
+            return e.make("where", e.make("lt", zero, x), x, zero)
+        case "sign" | "sgn":
+            negative = e.make("where", e.make("lt", x, zero), e.constant(-1, c.type), zero)
+            return e.make("where", e.make("lt", zero, x), one, negative)
+        case "silu":
+            return e.make("mul", x, e.make("sigmoid", x))
+        case "log_sigmoid_forward":
+            return e.make("log", e.make("sigmoid", x))
+        case "softplus":
+            slope, limit = c.node("beta"), c.node("threshold")
+            scaled = e.make("mul", x, slope)
+            soft = e.make("div", e.make("log1p", e.make("exp", scaled)), slope)
+            return e.make("where", e.make("lt", limit, scaled), x, soft)
+        case "isnan":
+            f = c.node("self", FLOAT)
+            return e.make("not", e.make("eq", f, f))
+    raise ValueError(c.name)
+
+
+def _constant(c: _AtenCall) -> Node:
+    number = {"zeros": 0, "ones": 1}.get(c.name.removeprefix("new_").removesuffix("_like"))
+    if number is None:
+        return c.node("fill_value" if "fill_value" in c.x else "s")
+    return c.e.constant(number, c.type)
+
+
+_SAME = frozenset(
+    "detach alias lift_fresh lift_fresh_copy unsqueeze view squeeze expand reshape positive".split()
+)
+_RULES: dict[str, Callable[[_AtenCall], Node]] = (
+    dict.fromkeys(("add", "sub", "mul", "rsub"), _arithmetic)
+    | dict.fromkeys(("div", "true_divide", "floor_divide"), _division)
+    | dict.fromkeys(("remainder", "fmod"), _remainder)
+    | dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _comparison)
+    | dict.fromkeys(("logical_and", "logical_or", "logical_xor"), _logic)
+    | dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor"), _logic)
+    | dict.fromkeys(("__and__", "__or__", "__xor__"), _logic)
+    | dict.fromkeys(("logical_not", "bitwise_not"), _not)
+    | dict.fromkeys(
+        ("__lshift__", "bitwise_left_shift", "__rshift__", "bitwise_right_shift"), _shift
+    )
+    | dict.fromkeys(("maximum", "minimum"), _extreme)
+    | dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamp)
+    | dict.fromkeys(FLOAT_FUNCTIONS, _function)
+    | dict.fromkeys("reciprocal square relu sign sgn silu softplus isnan".split(), _composed)
+    | dict.fromkeys("zeros zeros_like new_zeros ones ones_like new_ones".split(), _constant)
+    | dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _constant)
+    | dict.fromkeys(("_to_copy", "clone", "contiguous"), lambda c: c.node("self"))
+    | dict.fromkeys(("neg", "abs"), lambda c: c.e.make(c.name, c.node("self")))
+    | {"where": _where, "masked_fill": _masked_fill, "pow": _power}
+)
+
+
+def read(
+    function: Callable, what: str, e: Expressions, device: torch.device, dtype: torch.dtype,
+    tensors: list[Tensor], buffers: Sequence[Tensor] = (),
+) -> Reading:  # fmt: skip
+    """What a score_mod or mask_mod (`what`) computes of one score.
+
+    `dtype` is that of the score. Tensors in `buffers` are given to it behind the indices. Those
+    that it reads are added to `tensors`, to which the loads of the expression refer.
+
+    Raises:
+        NotImplementedError: it does what programs do not have.
+        TypeError: its result is not of the right type.
+    """
+    name = f"{what} {getattr(function, '__qualname__', type(function).__name__)!r}"
+    session = _Session(name, e, device, tensors)
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C._DisableFuncTorch())
+        stack.enter_context(torch.no_grad())
+        arguments = [_StandIn(e.argument(n), session, torch.int32) for n in INDICES]
+        if what == "score_mod":
+            arguments.insert(0, _StandIn(e.argument("score"), session, dtype))
+        arguments += [session.stand_in(t) for t in buffers]
+        with session:
+            result = function(*arguments)
+            session.where = _line_of(function)
+            if isinstance(result, bool) and what == "mask_mod":
+                result = torch.tensor(result)
+        if not isinstance(result, Tensor):
+            kind = type(result).__name__
+            session.refuse(f"must return a tensor of one number, got a {kind}", TypeError)
+        result = session.stand_in(result)
+    root = result.content
+    if isinstance(root, _Part):
+        shape = tuple(result.shape)
+        session.refuse(f"must return one number, got a tensor of shape {shape}", TypeError)
+    if what == "mask_mod" and root.type != BOOL:
+        session.refuse(f"must return a bool, got {root.type}: compare it with 0", TypeError)
+    if what == "score_mod":
+        root = e.cast(root, FLOAT)
+    return Reading(root, frozenset(i for i, t in enumerate(tensors) if id(t) in session.made))
+
+
+# What a function depends on: the key by which its reading is kept, and its captured tensors.
+
+
+class Identity(NamedTuple):
+    """What tells one function from another, and the tensors that it may read, in order."""
+
+    key: tuple | None  # None: it has something whose value cannot be compared
+    tensors: tuple[Tensor, ...]
+
+
+_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, complex)
+_MOST_ITEMS = 256
+
+
+class _Incomparable(Exception):
+    """A value that cannot be compared later."""
+
+
+def identity_of(function: Callable, buffers: Sequence[Tensor] = ()) -> Identity:
+    """The identity of a function: its code, numbers by value, tensors by dtype and shape."""
+    tensors: list[Tensor] = []
+    try:
+        parts = [_key(function, (), tensors, {}), *(_tensor_key(t, tensors) for t in buffers)]
+        key = tuple(parts)
+        hash(key)
+    except (_Incomparable, TypeError, RecursionError):
+        key = None
+    return Identity(key, tuple(tensors))
+
+
+def _tensor_key(t: Tensor, tensors: list[Tensor]) -> tuple:
+    at = next((i for i, x in enumerate(tensors) if x is t), None)
+    if at is not None:
+        return "again", at
+    tensors.append(t)
+    return "tensor", t.dtype, tuple(t.shape), t.device, t.requires_grad
+
+
+def _key(x: object, names: tuple[str, ...], tensors: list[Tensor], seen: dict) -> object:
+    """The key of a value; of an object the attributes with these names, which code mentions."""
+    if isinstance(x, Tensor):
+        return _tensor_key(x, tensors)
+    if isinstance(x, _PLAIN):
+        return type(x), repr(x) if isinstance(x, float) else x
+    if id(x) in seen:
+        return "again", seen[id(x)]
+    seen[id(x)] = len(seen)
+    if isinstance(x, types.FunctionType):
+        return _function_key(x, tensors, seen)
+    if isinstance(x, types.MethodType):
+        inner = x.__func__
+        if not isinstance(inner, types.FunctionType):
+            raise _Incomparable
+        return (
+            "method",
+            _key(inner, (), tensors, seen),
+            _key(x.__self__, _names(inner.__code__), tensors, seen),
+        )
+    if isinstance(x, functools.partial):
+        parts = (x.func, *x.args, *x.keywords.values())
+        return (
+            "partial",
+            len(x.args),
+            tuple(x.keywords),
+            *(_key(y, (), tensors, seen) for y in parts),
+        )
+    if isinstance(x, tuple | list):
+        if len(x) > _MOST_ITEMS:
+            raise _Incomparable
+        return type(x), tuple(_key(y, names, tensors, seen) for y in x)
+    if isinstance(x, dict):
+        if len(x) > _MOST_ITEMS:
+            raise _Incomparable
+        return dict, tuple(
+            (_key(k, (), tensors, seen), _key(y, names, tensors, seen)) for k, y in x.items()
+        )
+    if isinstance(x, types.BuiltinFunctionType | type) or _is_library(x):
+        return "library", id(x)
+    return _object_key(x, names, tensors, seen)
+
+
+def _is_library(x: object) -> bool:
+    """Whether it belongs to torch, Python or this package, and does not change."""
+    name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None) or ""
+    root = name.split(".")[0]
+    is_callable = isinstance(x, types.ModuleType) or callable(x)
+    return (
+        is_callable
+        and (root in ("torch", "fa_ops") or root in sys.stdlib_module_names)
+        and not (isinstance(x, torch.nn.Module) or root == "__main__")
+    )
+
+
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals and attributes that code mentions, inner functions included."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= dict.fromkeys(_names(constant))
+    return tuple(names)
+
+
+def _function_key(f: types.FunctionType, tensors: list[Tensor], seen: dict) -> tuple:
+    if _is_library(f):
+        return "library", id(f)
+    names = _names(f.__code__)
+    given = []
+    for cell in f.__closure__ or ():
+        try:
+            given.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            given.append(None)
+    given += [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+    found = [_key(x, names, tensors, seen) for x in given]
+    for name in names:
+        if name in f.__globals__:
+            found.append((name, _key(f.__globals__[name], names, tensors, seen)))
+        elif not hasattr(builtins, name):
+            found.append((name, None))
+    return "function", f.__code__, tuple(found)
+
+
+def _object_key(x: object, names: tuple[str, ...], tensors: list[Tensor], seen: dict) -> tuple:
+    """An object by its type and those attributes that the code mentions."""
+    own = dict(vars(x)) if hasattr(x, "__dict__") else {}
+    if isinstance(x, torch.nn.Module):
+        own |= x._parameters | x._buffers | x._modules
+    if type(x).__call__ is not types.MethodType and "__call__" in vars(type(x)):
+        names += _names(vars(type(x))["__call__"].__code__)
+    found = []
+    for name in names:
+        if name in own:
+            found.append((name, _key(own[name], names, tensors, seen)))
+            continue
+        attribute = next((vars(c)[name] for c in type(x).__mro__ if name in vars(c)), None)
+        if isinstance(attribute, property):
+            attribute = attribute.fget
+        if isinstance(attribute, types.FunctionType) and not _is_library(attribute):
+            found.append(
+                (
+                    name,
+                    _key(attribute, (), tensors, seen),
+                    _object_key(
+                        x,
+                        tuple(n for n in _names(attribute.__code__) if n not in names),
+                        tensors,
+                        seen,
+                    ),
+                )
+            )
+        elif attribute is not None:
+            found.append((name, _key(attribute, names, tensors, seen)))
+    if not own and not found and not isinstance(x, types.ModuleType):
+        raise _Incomparable  # something of C, or with slots
+    return "object", type(x), tuple(found)

@@ -1,0 +1,425 @@
+"""Classes of tiles of a mask by interval analysis, and runs of tiles as kernels read them.
+
+Numbers of a tile are intervals, conditions are pairs (may be true, may be false). A tile is empty
+if its mask may not be true, full if it may not be false, and mixed otherwise: mixed is right for
+any tile, so no approximation changes a result. Of terms, tables of block minima and maxima give the
+interval of a range of elements.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fa_ops.programs.expressions import (
+    BOOL,
+    COLUMN,
+    DISTANCE,
+    FLOAT,
+    INT,
+    ROW,
+    TILE,
+    Linear,
+    Node,
+    linear_forms,
+    order,
+)
+from fa_ops.programs.program import MAX_RUNS, TILE_SIZE, ScoreProgram, padding_of_distances
+
+EMPTY, FULL, MIXED = 0, 1, 2
+_GROUP = 32  # tiles of a side of a box, whose class is tried first
+_CHUNK = 2**16  # tiles of which intervals are computed at once
+_KEPT = 4 * MAX_RUNS  # runs of a column before they are merged
+_ERROR = 1e-5  # relative, of float32 arithmetic of a few operations
+
+Interval = tuple[np.ndarray, np.ndarray]
+
+
+class Box(NamedTuple):
+    """Ranges of queries and keys, first and last ones, that broadcast."""
+
+    q: Interval
+    k: Interval
+
+
+class _RangeTable:
+    """The least and largest element of any range of an array, by blocks of elements."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        x = np.asarray(x, np.float64)
+        self.block = 8 if len(x) <= 2**16 else 32
+        rest = -len(x) % self.block
+        blocks = np.pad(x, (0, rest), mode="edge").reshape(-1, self.block)
+        self.levels = [(blocks.min(1), blocks.max(1))]
+        while (step := 1 << (len(self.levels) - 1)) < len(self.levels[0][0]):
+            lo, hi = self.levels[-1]
+            if len(lo) <= step:
+                break
+            self.levels.append(
+                (np.minimum(lo[:-step], lo[step:]), np.maximum(hi[:-step], hi[step:]))
+            )
+
+    def of(self, first: np.ndarray, last: np.ndarray) -> Interval:
+        """The interval of the elements from `first` to `last`, or of some more."""
+        top = len(self.levels[0][0]) - 1
+        a = np.clip(first.astype(np.int64) // self.block, 0, top)
+        z = np.clip(last.astype(np.int64) // self.block, a, top)
+        level = np.frexp(z - a + 1.0)[1] - 1
+        if level.size and level.min() == level.max():
+            lo, hi = self.levels[min(int(level.flat[0]), len(self.levels) - 1)]
+            end = np.clip(z - (1 << int(level.flat[0])) + 1, 0, len(lo) - 1)
+            start = np.minimum(a, len(lo) - 1)
+            return np.minimum(lo[start], lo[end]), np.maximum(hi[start], hi[end])
+        least, most = np.empty(a.shape), np.empty(a.shape)
+        for n in np.unique(level):
+            at = level == n
+            lo, hi = self.levels[min(int(n), len(self.levels) - 1)]
+            start = np.minimum(a[at], len(lo) - 1)
+            end = np.clip(z[at] - (1 << int(n)) + 1, 0, len(lo) - 1)
+            least[at], most[at] = np.minimum(lo[start], lo[end]), np.maximum(hi[start], hi[end])
+        return least, most
+
+
+class MaskIntervals:
+    """The mask of a program for one batch and head, over boxes of queries and keys."""
+
+    def __init__(
+        self, program: ScoreProgram, terms: list[Tensor], b: int, h: int, sizes: tuple
+    ) -> None:
+        self.program, self.sizes = program, sizes
+        self.nodes = order(program.mask)
+        self.forms = linear_forms(program.mask)
+        self.b, self.h = float(b), float(h)
+        self.tables: dict[int, object] = {}
+        Sq, Sk = sizes[2:]
+        for i, (x, term) in enumerate(zip(terms, program.terms, strict=True)):
+            if not any(n.op == "term" and n.value == i for n in self.nodes):
+                continue
+            values = x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1)].detach().cpu().numpy()
+            if term.domain == TILE:
+                self.tables[i] = np.float64(values[0])
+            elif term.domain in (ROW, COLUMN):
+                self.tables[i] = _RangeTable(values[: Sq if term.domain == ROW else Sk])
+            elif term.domain == DISTANCE:
+                zero = padding_of_distances(Sk)
+                self.tables[i] = _RangeTable(values[zero - Sk + 1 : zero + Sq])
+            else:
+                rows, columns = (-(-n // s) for n, s in zip((Sq, Sk), term.block, strict=True))
+                self.tables[i] = values[: rows * columns].reshape(rows, columns)
+
+    def classes(self, box: Box) -> np.ndarray:
+        """uint8: EMPTY, FULL or MIXED of each box."""
+        values: dict[Node, Interval] = {}
+        with np.errstate(all="ignore"):
+            for node in self.nodes:
+                values[node] = self._interval(node, [values[a] for a in node.args], values, box)
+        may, may_not = values[self.program.mask]
+        found = np.where(may, np.where(may_not, MIXED, FULL), EMPTY).astype(np.uint8)
+        return np.broadcast_to(found, np.broadcast_shapes(box.q[0].shape, box.k[0].shape))
+
+    def _interval(self, node: Node, args: list, values: dict, box: Box) -> tuple:
+        if node.op == "const":
+            if node.type == BOOL:
+                return np.asarray(node.value), np.asarray(not node.value)
+            return np.float64(node.value), np.float64(node.value)
+        if node.op == "argument":
+            at = {"q": box.q, "k": box.k, "b": (self.b, self.b), "h": (self.h, self.h)}[node.value]
+            return at[0], at[1]
+        if node.op == "term":
+            return self._term(node.value, box)
+        form = self.forms.get(node)
+        if form is not None and list(form.factors) != [node]:
+            return _of_sum(form, values)
+        if node.op in ("lt", "le", "eq") and node.args[0].type == INT:
+            difference = self.forms[node.args[0]].plus(self.forms[node.args[1]], -1)
+            return _compared(node.op, _of_sum(difference, values))
+        found = _operation(node, args)
+        return _widened(found) if node.type == FLOAT else found
+
+    def _term(self, number: int, box: Box) -> Interval:
+        term, table = self.program.terms[number], self.tables[number]
+        (q0, q1), (k0, k1) = box
+        if term.domain == TILE:
+            found = table, table
+        elif term.domain == ROW:
+            found = table.of(q0, q1)
+        elif term.domain == COLUMN:
+            found = table.of(k0, k1)
+        elif term.domain == DISTANCE:
+            least = self.sizes[3] - 1
+            found = table.of(*np.broadcast_arrays(q0 - k1 + least, q1 - k0 + least))
+        else:
+            rows, columns = term.block
+            first = (q0 // rows).astype(np.int64), (k0 // columns).astype(np.int64)
+            one = bool(((q1 // rows) == first[0]).all() and ((k1 // columns) == first[1]).all())
+            corner = table[first].astype(np.float64) if one else None
+            found = (corner, corner) if one else (np.float64(table.min()), np.float64(table.max()))
+        return _widened(found) if term.type == FLOAT else found
+
+
+def _widened(interval: Interval) -> Interval:
+    """The interval of a float with the error of float32, everything where it is NaN."""
+    lo, hi = interval
+    error = _ERROR * np.maximum(np.abs(lo), np.abs(hi)) + 1e-30
+    error = np.where(np.isfinite(error), error, 0.0)
+    unknown = np.isnan(lo) | np.isnan(hi)
+    return np.where(unknown, -np.inf, lo - error), np.where(unknown, np.inf, hi + error)
+
+
+def _of_sum(form: Linear, values: dict[Node, Interval]) -> Interval:
+    """The interval of a sum with factors; of each part on its own, so exact for indices."""
+    lo = hi = np.float64(form.constant)
+    for node, factor in form.factors.items():
+        a, z = values[node]
+        first, last = (a, z) if factor > 0 else (z, a)
+        lo, hi = lo + factor * first, hi + factor * last
+    return lo, hi
+
+
+def _compared(op: str, difference: Interval) -> tuple[np.ndarray, np.ndarray]:
+    lo, hi = difference
+    if op == "lt":
+        return lo < 0, hi >= 0
+    if op == "le":
+        return lo <= 0, hi > 0
+    return (lo <= 0) & (hi >= 0), (lo != 0) | (hi != 0)
+
+
+_GROWING = {
+    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2,
+    "log1p": np.log1p, "sqrt": np.sqrt, "tanh": np.tanh, "floor": np.floor, "ceil": np.ceil,
+    "trunc": np.trunc, "to_float": lambda x: x,
+}  # fmt: skip
+
+
+def _operation(node: Node, args: list) -> tuple:
+    """The interval of an operation's result, or what it may be."""
+    op, everything = node.op, (np.float64(-np.inf), np.float64(np.inf))
+    if node.type == BOOL:
+        return _condition(op, node, args)
+    if op == "where":
+        (may, may_not), x, y = args
+        lo = np.minimum(np.where(may, x[0], np.inf), np.where(may_not, y[0], np.inf))
+        hi = np.maximum(np.where(may, x[1], -np.inf), np.where(may_not, y[1], -np.inf))
+        return lo, hi
+    if op in ("to_int", "to_float") and node.args[0].type == BOOL:
+        may, may_not = args[0]
+        return np.where(may_not, 0.0, 1.0), np.where(may, 1.0, 0.0)
+    (lo, hi), (least, most) = args[0], args[-1]
+    if op == "to_int":
+        return np.trunc(lo), np.trunc(hi)
+    if op in _GROWING:
+        return _GROWING[op](lo), _GROWING[op](hi)
+    if op in ("min", "max"):
+        extreme = np.minimum if op == "min" else np.maximum
+        return extreme(lo, least), extreme(hi, most)
+    if op == "abs":
+        inside = (lo <= 0) & (hi >= 0)
+        nearest = np.minimum(np.abs(lo), np.abs(hi))
+        return np.where(inside, 0.0, nearest), np.maximum(np.abs(lo), np.abs(hi))
+    if op in ("add", "sub"):
+        return (lo + least, hi + most) if op == "add" else (lo - most, hi - least)
+    if op == "neg":
+        return -hi, -lo
+    if op == "mul":
+        products = lo * least, lo * most, hi * least, hi * most
+        if any(np.isnan(p).any() for p in products):
+            return everything
+        return (
+            np.minimum(np.minimum(products[0], products[1]), np.minimum(products[2], products[3])),
+            np.maximum(np.maximum(products[0], products[1]), np.maximum(products[2], products[3])),
+        )
+    return _of_divisor(node, lo, hi) or everything
+
+
+def _of_divisor(node: Node, lo: np.ndarray, hi: np.ndarray) -> Interval | None:
+    """Operations whose second argument is a positive constant."""
+    if len(node.args) != 2 or node.args[1].op != "const" or node.args[1].value <= 0:
+        return None
+    n = node.args[1].value
+    if node.op == "div":
+        return lo / n, hi / n
+    if node.op == "floordiv":
+        return np.floor(lo / n), np.floor(hi / n)
+    if node.op == "quot":
+        return np.trunc(lo / n), np.trunc(hi / n)
+    if node.op == "shr" and n < 63:
+        return np.floor(lo / 2.0**n), np.floor(hi / 2.0**n)
+    if node.op == "shl" and n < 31:
+        return lo * 2.0**n, hi * 2.0**n
+    if node.op == "mod":
+        period = np.floor(lo / n)
+        same = period == np.floor(hi / n)
+        return np.where(same, lo - period * n, 0.0), np.where(same, hi - period * n, n - 1.0)
+    if node.op == "bitand":
+        return np.zeros_like(lo), np.where(lo >= 0, np.minimum(hi, n), np.float64(n))
+    return None
+
+
+def _condition(op: str, node: Node, args: list) -> tuple:
+    if op in ("lt", "le", "eq") and node.args[0].type == FLOAT:
+        (lo, hi), (least, most) = args
+        may, may_not = _compared(op, (lo - most, hi - least))
+        unknown = np.isnan(lo - most) | np.isnan(hi - least)
+        return may | unknown, may_not | unknown
+    if op == "not":
+        return args[0][1], args[0][0]
+    (a, not_a), (b, not_b) = args[-2:] if op == "where" else (args[0], args[-1])
+    if op == "and":
+        return a & b, not_a | not_b
+    if op == "or":
+        return a | b, not_a & not_b
+    if op == "where":
+        may, may_not = args[0]
+        return (may & a) | (may_not & b), (may & not_a) | (may_not & not_b)
+    if op in ("xor", "eq"):
+        differ, agree = (a & not_b) | (not_a & b), (a & b) | (not_a & not_b)
+        return (differ, agree) if op == "xor" else (agree, differ)
+    return np.asarray(True), np.asarray(True)
+
+
+def _ranges(first: np.ndarray, size: int, total: int) -> Interval:
+    start = first.astype(np.float64) * size
+    return start, np.minimum(start + size, total) - 1
+
+
+def classes(intervals: MaskIntervals, block: tuple[int, int]) -> np.ndarray:
+    """uint8 (blocks of queries, blocks of keys): the class of each block."""
+    Sq, Sk = intervals.sizes[2:]
+    rows, columns = (-(-n // size) for n, size in zip((Sq, Sk), block, strict=True))
+    found = np.empty((rows, columns), np.uint8)
+    step = max(1, _CHUNK // columns)
+    across = np.arange(columns)[None]
+    for i in range(0, rows, step):
+        part = np.arange(i, min(i + step, rows))[:, None]
+        box = Box(_ranges(part, block[0], Sq), _ranges(across, block[1], Sk))
+        found[i : i + step] = intervals.classes(box)
+    return found
+
+
+def _strip(intervals: MaskIntervals, first: int) -> np.ndarray:
+    """The classes of up to _GROUP rows of tiles; boxes of tiles are tried first."""
+    Sq, Sk = intervals.sizes[2:]
+    m, n = (-(-size // TILE_SIZE) for size in (Sq, Sk))
+    rows, groups, side = min(_GROUP, m - first), -(-n // _GROUP), _GROUP * TILE_SIZE
+    start, stop = first * TILE_SIZE, min((first + rows) * TILE_SIZE, Sq)
+    q = np.full((1, 1), float(start)), np.full((1, 1), stop - 1.0)
+    coarse = intervals.classes(Box(q, _ranges(np.arange(groups)[None], side, Sk)))[0]
+    found = np.repeat(coarse[None], rows, 0)[:, :, None].repeat(_GROUP, 2)
+    mixed = np.flatnonzero(coarse == MIXED)
+    step = max(1, _CHUNK // (rows * _GROUP))
+    tile_rows = _ranges(np.arange(first, first + rows)[:, None, None], TILE_SIZE, Sq)
+    for i in range(0, len(mixed), step):
+        part = mixed[i : i + step]
+        columns = part[None, :, None] * _GROUP + np.arange(_GROUP)
+        box = Box(tile_rows, _ranges(np.minimum(columns, n - 1), TILE_SIZE, Sk))
+        found[:, part] = intervals.classes(box)
+    return found.reshape(rows, -1)[:, :n]
+
+
+def tile_runs(
+    program: ScoreProgram, terms: list[Tensor], sizes: tuple[int, int, int, int]
+) -> Tensor:
+    """Runs of tiles that the mask of a program may keep, on the CPU.
+
+    int32 (B or 1, H or 1, m + n, 1 + 2 MAX_RUNS), for each of m rows and n columns of tiles of 128
+    queries and 128 keys: the number of runs, then of each its first tile, and twice its length,
+    plus 1 if some of its tiles are mixed. With more than MAX_RUNS, neighbours are one mixed run.
+    """
+    needs = {n.value for n in order(program.mask) if n.op == "argument"}
+    used = [program.terms[n.value] for n in order(program.mask) if n.op == "term"]
+    B = sizes[0] if "b" in needs or any(t.by_batch for t in used) else 1
+    H = sizes[1] if "h" in needs or any(t.by_head for t in used) else 1
+    m, n = (-(-size // TILE_SIZE) for size in sizes[2:])
+    found = np.zeros((B, H, m + n, 1 + 2 * MAX_RUNS), np.int32)
+    for b in range(B):
+        for h in range(H):
+            intervals = MaskIntervals(program, terms, b, h, sizes)
+            columns = _Columns(n)
+            for first in range(0, m, _GROUP):
+                strip = _strip(intervals, first)
+                changed = np.ones(strip.shape, bool)
+                np.not_equal(strip[:, 1:], strip[:, :-1], out=changed[:, 1:])
+                at = np.flatnonzero(changed)  # a fifth of the time of two dimensions
+                lines, starts = np.divmod(at, n)
+                rows = found[b, h, first : first + len(strip)]
+                _write(rows, lines, starts, strip.reshape(-1)[at], n)
+                columns.add(first, strip)
+            _write(found[b, h, m:], *columns.runs(), m)
+    return torch.from_numpy(found)
+
+
+class _Columns:
+    """Runs of each column of tiles, as rows of tiles are added."""
+
+    def __init__(self, n: int) -> None:
+        self.last = np.full(n, 255, np.uint8)
+        self.count = np.zeros(n, np.int64)
+        self.starts = np.zeros((n, _KEPT), np.int32)
+        self.classes = np.zeros((n, _KEPT), np.uint8)
+
+    def add(self, first: int, strip: np.ndarray) -> None:
+        """Add rows; a column with too many runs keeps one that is mixed for all that follow."""
+        before = np.concatenate((self.last[None], strip[:-1]))
+        rows, columns = np.divmod(np.flatnonzero(strip != before), strip.shape[1])
+        self.last = strip[-1].copy()
+        ends = np.searchsorted(rows, np.arange(len(strip) + 1))
+        for i in np.flatnonzero(ends[1:] > ends[:-1]):
+            changed = columns[ends[i] : ends[i + 1]]
+            room = changed[self.count[changed] < _KEPT]
+            self.starts[room, self.count[room]] = first + i
+            self.classes[room, self.count[room]] = strip[i, room]
+            self.count[room] += 1
+            full = changed[self.count[changed] == _KEPT]
+            is_last = self.starts[full, _KEPT - 1] == first + i
+            self.classes[full, _KEPT - 1] = np.where(is_last, strip[i, full], MIXED)
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The column, start and class of each run."""
+        columns, at = np.nonzero(np.arange(_KEPT) < self.count[:, None])
+        return columns, self.starts[columns, at], self.classes[columns, at]
+
+
+def _write(
+    out: np.ndarray, lines: np.ndarray, starts: np.ndarray, kinds: np.ndarray, total: int
+) -> None:
+    """The runs of rows or columns (`lines`) of `total` tiles, given where classes change."""
+    stops = np.append(starts[1:], total)
+    stops[np.append(lines[1:] != lines[:-1], False)] = total
+    kept = kinds != EMPTY
+    lines, starts, stops, mixed = lines[kept], starts[kept], stops[kept], kinds[kept] == MIXED
+    count = np.bincount(lines, minlength=len(out))
+    before = np.cumsum(count) - count
+    for line in np.flatnonzero(count > MAX_RUNS):
+        _merge(out[line], *(x[before[line] :][: count[line]] for x in (starts, stops, mixed)))
+    few = count[lines] <= MAX_RUNS
+    place = (np.arange(len(lines)) - before[lines])[few]
+    lines, starts, stops, mixed = lines[few], starts[few], stops[few], mixed[few]
+    out[:, 0] = np.minimum(count, MAX_RUNS)
+    out[lines, 1 + 2 * place] = starts
+    out[lines, 2 + 2 * place] = (stops - starts) * 2 + mixed
+
+
+def _merge(out: np.ndarray, starts: np.ndarray, stops: np.ndarray, mixed: np.ndarray) -> None:
+    """MAX_RUNS runs in place of more."""
+    first = np.linspace(0, len(starts), MAX_RUNS, endpoint=False).astype(np.int64)
+    last = np.append(first[1:], len(starts)) - 1
+    mixed = np.where(first == last, mixed[first], True)
+    out[1::2] = starts[first]
+    out[2::2] = (stops[last] - starts[first]) * 2 + mixed
+
+
+def states_of_runs(runs: Tensor, m: int, n: int) -> Tensor:
+    """The classes of tiles that runs list, uint8 (B or 1, H or 1, m, n)."""
+    count, pairs = runs[..., :m, 0], runs[..., :m, 1:].unflatten(-1, (MAX_RUNS, 2))
+    first, coded = pairs.unbind(-1)
+    used = torch.arange(MAX_RUNS, device=runs.device) < count.unsqueeze(-1)
+    tile = torch.arange(n, device=runs.device)
+    inside = (tile >= first.unsqueeze(-1)) & (tile < (first + (coded >> 1)).unsqueeze(-1))
+    inside = inside & used.unsqueeze(-1)
+    mixed = (inside & (coded & 1).bool().unsqueeze(-1)).any(-2)
+    states = torch.where(inside.any(-2), FULL, EMPTY)
+    return torch.where(mixed, MIXED, states).to(torch.uint8)

@@ -1,0 +1,454 @@
+"""flex_attention: results, gradients, BlockMask, torch's transforms, and errors."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.utils.checkpoint import checkpoint
+
+import fa_ops
+from fa_ops.functions import flex
+from fa_ops.ops import programmed
+from tests.programs import functions as f
+
+BACKENDS = ["cpu", "reference"]
+SHAPE = (f.B, f.H, f.S, 8)
+
+
+def tensors(dtype=torch.float64, kv_heads: int = f.H, grad: bool = True) -> list[Tensor]:
+    shapes = SHAPE, (f.B, kv_heads, f.S, 8), (f.B, kv_heads, f.S, 12)
+    return [torch.randn(shape, dtype=dtype, requires_grad=grad) for shape in shapes]
+
+
+def dense(q, k, v, score_mod=None, mask_mod=None) -> Tensor:
+    """The same by all scores."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if score_mod is not None:
+        s = score_mod(s, *f.indices()).expand(s.shape)
+    if mask_mod is not None:
+        s = s.masked_fill(~f.dense_mask(mask_mod), -torch.inf)
+    return torch.softmax(s, -1).nan_to_num(0.0) @ v
+
+
+def assert_same(score_mod, mask_mod, backend: str, **options) -> None:
+    torch.manual_seed(0)
+    q, k, v = tensors(kv_heads=2)
+    out = fa_ops.flex_attention(
+        q, k, v, score_mod, mask_mod=mask_mod, enable_gqa=True, backend=backend, **options
+    )
+    expected = dense(q, k, v, score_mod, mask_mod)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)  # terms may be float32
+    grad, leaves = torch.randn_like(out), [q, k, v, *f.TRAINED]
+    found = torch.autograd.grad(out, leaves, grad, allow_unused=True)
+    wanted = torch.autograd.grad(expected, leaves, grad, allow_unused=True)
+    for a, b in zip(found, wanted, strict=True):
+        if b is not None:
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", f.MASKS)
+def test_masks(name, backend):
+    assert_same(None, f.MASKS[name], backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", f.SCORES)
+def test_scores(name, backend):
+    assert_same(f.SCORES[name], None, backend)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_functions(seed):
+    torch.manual_seed(seed)
+    score_mod, mask_mod = f.random_function(seed, True), f.random_function(seed + 100, False)
+    assert_same(score_mod, mask_mod, "cpu")
+
+
+def test_torch_gives_the_same():
+    torch.manual_seed(0)
+    q, k, v = tensors(torch.float32, grad=False)
+    for score, mask in (("gates", "documents"), ("t5", "window"), ("softcap", "prefix")):
+        score_mod, mask_mod = f.SCORES[score], f.MASKS[mask]
+        block_mask = torch_flex.create_block_mask(mask_mod, f.B, None, f.S, f.S, device="cpu")
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            expected = torch_flex.flex_attention(q, k, v, score_mod, block_mask)
+        torch.testing.assert_close(fa_ops.flex_attention(q, k, v, score_mod, block_mask), expected)
+
+
+# The forms of a call.
+
+
+def test_lse_and_aux():
+    q, k, v = tensors(grad=False)
+    score_mod = f.SCORES["alibi"]
+    out, lse = fa_ops.flex_attention(q, k, v, score_mod, return_lse=True)
+    again, aux = fa_ops.flex_attention(
+        q, k, v, score_mod, return_aux=torch_flex.AuxRequest(lse=True)
+    )
+    s = score_mod(q @ k.transpose(-1, -2) / math.sqrt(8), *f.indices())
+    torch.testing.assert_close(lse, s.logsumexp(-1))
+    assert torch.equal(lse, aux.lse) and torch.equal(out, again) and aux.max_scores is None
+
+
+def test_options_beside_functions():
+    q, k, v = tensors(grad=False)
+    sinks, lens = torch.randn(f.H, dtype=torch.float64), torch.tensor([50, 96], dtype=torch.int32)
+    score_mod, mask_mod = f.SCORES["gates"], f.MASKS["prefix"]
+    results = [
+        fa_ops.flex_attention(
+            q, k, v, score_mod, mask_mod=mask_mod, is_causal=True, window=(40, 0), kv_lens=lens,
+            sinks=sinks, backend=backend,
+        )
+        for backend in BACKENDS
+    ]  # fmt: skip
+    torch.testing.assert_close(*results)
+    j, i = torch.arange(f.S), torch.arange(f.S).view(-1, 1)
+    diagonal = i + lens.view(-1, 1, 1, 1) - f.S
+    keep = f.dense_mask(mask_mod) & (j <= diagonal) & (diagonal - j <= 40)
+    s = score_mod(q @ k.transpose(-1, -2) / math.sqrt(8), *f.indices())
+    s = s.masked_fill(~(keep & (j < lens.view(-1, 1, 1, 1))), -torch.inf)
+    s = torch.cat([s, sinks.view(1, -1, 1, 1).expand(f.B, -1, f.S, 1)], -1)
+    torch.testing.assert_close(results[0], torch.softmax(s, -1)[..., :-1] @ v)
+
+
+@pytest.mark.parametrize("Sq, Sk", [(5, 9), (9, 5), (1, 7)])
+def test_indices_count_from_the_first_query(Sq, Sk):
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (Sq, Sk, Sk))
+    i, j = torch.arange(Sq).view(-1, 1), torch.arange(Sk)
+    for keep, mask_mod in (
+        (i >= j, lambda b, h, i, j: i >= j),
+        ((i - j).abs() < 3, lambda b, h, i, j: (i - j).abs() < 3),
+        ((i + 2 >= j) & (j >= 1), lambda b, h, i, j: (i + 2 >= j) & (j >= 1)),
+    ):
+        out = fa_ops.flex_attention(q, k, v, mask_mod=mask_mod)
+        torch.testing.assert_close(out, fa_ops.attention(q, k, v, keep))
+    slopes = torch.tensor([0.5, 0.25])
+    out = fa_ops.flex_attention(q, k, v, lambda s, b, h, i, j: s - slopes[h] * (i - j).abs())
+    bias = -slopes.view(-1, 1, 1) * (i - j).abs()
+    torch.testing.assert_close(out, fa_ops.attention(q, k, v, bias))
+
+
+def test_buffers_come_behind_the_indices():
+    q, k, v = tensors(torch.float32, grad=False)
+    bias = torch.randn(f.H, requires_grad=True)
+    given = fa_ops.flex_attention(q, k, v, lambda s, b, h, i, j, t: s * t[h], buffers=(bias,))
+    captured = fa_ops.flex_attention(q, k, v, lambda s, b, h, i, j: s * bias[h])
+    assert torch.equal(given, captured)
+    grads = [torch.autograd.grad(x.square().sum(), bias)[0] for x in (given, captured)]
+    assert torch.equal(*grads)
+
+
+def test_kernel_options_warn_once():
+    q, k, v = tensors(torch.float32, grad=False)
+    flex._warned.discard("kernel_options")
+    with pytest.warns(UserWarning, match="do not apply"):
+        fa_ops.flex_attention(q, k, v, kernel_options={"BLOCK_M": 64})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fa_ops.flex_attention(q, k, v, kernel_options={"BLOCK_M": 64})
+
+
+def test_captured_values_are_read_anew():
+    """A tensor that is written to, replaced, or a number that changes."""
+    q, k, v = tensors(torch.float32, grad=False)
+
+    def attend(t, n):
+        return fa_ops.flex_attention(q, k, v, lambda s, b, h, i, j: s * t[h] + n)
+
+    t = torch.ones(f.H)
+    before = attend(t, 0.0)
+    t.mul_(2.0)
+    doubled = attend(t, 0.0)
+    assert not torch.equal(before, doubled)
+    torch.testing.assert_close(doubled, fa_ops.attention(q, k, v, scale=2 / math.sqrt(8)))
+    assert torch.equal(attend(torch.ones(f.H), 0.0), before)
+
+
+def test_a_function_is_read_once(monkeypatch):
+    q, k, v = tensors(torch.float32, grad=False)
+    reads, read = [], flex.read
+    monkeypatch.setattr(flex, "read", lambda *a, **o: reads.append(1) or read(*a, **o))
+    n = 0.123
+
+    def make(t):
+        return lambda s, b, h, i, j: s * t[h] * n
+
+    for _ in range(3):
+        fa_ops.flex_attention(q, k, v, make(torch.randn(f.H)))
+    assert len(reads) == 1
+
+
+# BlockMask.
+
+
+def test_lists_of_a_block_mask_are_honoured():
+    q, k, v = tensors(torch.float32, grad=False)
+    rows = -(-f.S // 32)
+    kept = torch.rand(rows, rows) < 0.6
+    kept[0, 0] = True
+    count = kept.sum(-1, dtype=torch.int32)[None, None]
+    order = torch.argsort((~kept).int(), dim=-1, stable=True).int()[None, None]
+    mask_mod = f.MASKS["causal"]
+    block_mask = torch_flex.BlockMask.from_kv_blocks(
+        count, order, None, None, BLOCK_SIZE=32, mask_mod=mask_mod, seq_lengths=(f.S, f.S)
+    )
+    dense_kept = kept.repeat_interleave(32, 0).repeat_interleave(32, 1) & f.dense_mask(mask_mod)
+    for backend in BACKENDS:
+        out = fa_ops.flex_attention(q, k, v, block_mask=block_mask, backend=backend)
+        torch.testing.assert_close(out, fa_ops.attention(q, k, v, dense_kept))
+
+
+def test_full_blocks_skip_the_mask():
+    q, k, v = tensors(torch.float32, grad=False)
+    full = torch.ones(1, 1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    block_mask = torch_flex.BlockMask.from_kv_blocks(
+        torch.zeros(1, 1, 1, dtype=torch.int32), full[1], full[0][..., 0], full[1], BLOCK_SIZE=128,
+        mask_mod=f.MASKS["causal"], seq_lengths=(f.S, f.S),
+    )  # fmt: skip
+    out = fa_ops.flex_attention(q, k, v, block_mask=block_mask)
+    torch.testing.assert_close(out, fa_ops.attention(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "prefix", "chunks"])
+def test_lists_made_of_the_mask_change_nothing(name):
+    """So that they do not keep options from being used."""
+    q, k, v = tensors(torch.float32, grad=False)
+    made = torch_flex.create_block_mask(f.MASKS[name], f.B, None, f.S, f.S, "cpu", BLOCK_SIZE=16)
+    given = flex.Arguments(q, k, v, block_mask=made)
+    assert flex._masks(given)[1] is None
+    out = fa_ops.flex_attention(q, k, v, block_mask=made)
+    torch.testing.assert_close(out, fa_ops.flex_attention(q, k, v, mask_mod=f.MASKS[name]))
+
+
+def test_runs_of_tiles_change_nothing():
+    q, k, v = (torch.randn(1, 2, 600, 8, requires_grad=True) for _ in range(3))
+    documents = torch.arange(600) // 150
+    mask_mod = lambda b, h, i, j: (documents[i] == documents[j]) & ((i - j) % 3 == 0)  # noqa: E731
+    runs = fa_ops.mask_tiles(mask_mod, 1, 2, 600, 600)
+    results = [
+        fa_ops.flex_attention(q, k, v, None, tiles, mask_mod=mask_mod) for tiles in (None, runs)
+    ]
+    assert torch.equal(*results)
+    grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in results]
+    assert all(map(torch.equal, *grads))
+    kept = programmed.OPERATORS.forward  # and they are used: with none, all is masked out
+    call = flex.described(flex.Arguments(q, k, v, block_mask=runs.zero_(), mask_mod=mask_mod))
+    empty, _ = kept.run(kept.signature.call(q, k, v, call.operands, call.scalars))
+    assert not empty.any()
+
+
+# torch's transforms, on a function with terms of every domain.
+
+_PROGRAM = f.SCORES["gates"], f.SCORES["relative"], f.SCORES["scale and offset"]
+
+
+def mixed(s, b, h, i, j):
+    for score_mod in _PROGRAM:
+        s = score_mod(s, b, h, i, j)
+    return s
+
+
+def call_of_mixed(dtype=torch.float64, grad: bool = True):
+    """The arguments of the operator for `mixed`, with a mask, a bias and sinks."""
+    q, k, v = tensors(dtype, grad=grad)
+    score = lambda s, b, h, i, j: mixed(s, b, h, i, j) + f.PAIR_BIAS[h, i, j]  # noqa: E731
+    sinks = torch.randn(f.H, dtype=dtype, requires_grad=grad)
+    call = flex.described(
+        flex.Arguments(q, k, v, score, mask_mod=f.MASKS["documents of rows"], sinks=sinks)
+    )
+    schema = programmed.OPERATORS.forward
+    made = schema.signature.call(q, k, v, call.operands, call.scalars)
+    args, options = schema.arguments(made)
+    return (q, k, v, *args), options
+
+
+def test_opcheck():
+    args, options = call_of_mixed()
+    args = [
+        x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args
+    ]
+    options = {
+        n: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for n, x in options.items()
+    }
+    torch.library.opcheck(programmed.PROGRAMMED_ATTENTION, args, options)
+    out, lse = programmed.PROGRAMMED_ATTENTION(*args, **options)
+    saved = torch.randn_like(out), torch.randn_like(lse), *args[:3], out, lse, *args[3:]
+    saved = [x.detach() if isinstance(x, Tensor) else x for x in saved]
+    options = {n: x.detach() if isinstance(x, Tensor) else x for n, x in options.items()}
+    torch.library.opcheck(programmed.BACKWARD, saved, options | {"mask_grad": True})
+
+
+def test_gradients_of_captured_tensors_repeat_bitwise():
+    torch.manual_seed(0)
+    q, k, v = tensors(torch.float32)
+    leaves = [q, k, v, f.GATE, f.RELATIVE, f.FACTOR, f.OFFSET]
+    found = []
+    for _ in range(2):
+        out = fa_ops.flex_attention(q, k, v, mixed, deterministic=True)
+        found.append(torch.autograd.grad(out.square().sum(), leaves))
+    assert all(map(torch.equal, *found))
+
+
+def test_vmap_over_captured_tensors():
+    q, k, v = tensors(grad=False)
+    factors = torch.randn(3, f.H, dtype=torch.float64)
+
+    def attend(factor):
+        return fa_ops.flex_attention(q, k, v, lambda s, b, h, i, j: s * factor[h])
+
+    torch.testing.assert_close(torch.vmap(attend)(factors), torch.stack([*map(attend, factors)]))
+    mapped = torch.vmap(lambda q: fa_ops.flex_attention(q, k, v, f.SCORES["gates"]))
+    several = torch.stack([q, q + 1])
+    expected = [fa_ops.flex_attention(x, k, v, f.SCORES["gates"]) for x in several]
+    torch.testing.assert_close(mapped(several), torch.stack(expected))
+
+
+def test_func_grad():
+    q, k, v = tensors(grad=False)
+    factor = torch.randn(f.H, dtype=torch.float64)
+
+    def loss(q, factor):
+        score_mod = lambda s, b, h, i, j: s * factor[h]  # noqa: E731
+        return fa_ops.flex_attention(q, k, v, score_mod, mask_mod=f.MASKS["window"]).square().sum()
+
+    grads = torch.func.grad(loss, argnums=(0, 1))(q, factor)
+    leaves = q.clone().requires_grad_(), factor.clone().requires_grad_()
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_other_derivatives_are_refused():
+    args, options = call_of_mixed(grad=False)
+    with pytest.raises(NotImplementedError, match="attention_programmed"):
+        torch.func.jvp(
+            lambda q: programmed.PROGRAMMED_ATTENTION(q, *args[1:], **options)[0],
+            (args[0],), (torch.ones_like(args[0]),),
+        )  # fmt: skip
+    q, k, v = tensors()
+    out = fa_ops.flex_attention(q, k, v, mixed)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        grad.sum().backward()
+
+
+def test_checkpointing_and_autocast():
+    q, k, v = tensors(torch.float32)
+    run = lambda q: fa_ops.flex_attention(q, k, v, mixed)  # noqa: E731
+    out = run(q)
+    kept = checkpoint(run, q, use_reentrant=False)
+    leaves = [q, f.GATE, f.RELATIVE]
+    grads = [torch.autograd.grad(x.square().sum(), leaves) for x in (out, kept)]
+    assert all(map(torch.equal, *grads))
+    with torch.autocast("cpu", torch.bfloat16):
+        half = run(q)
+        torch.autograd.grad(half.float().sum(), leaves)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), out, atol=0.05, rtol=0.05)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(f.H, 2 * f.S - 1))
+        self.documents = torch.nn.Buffer(f.DOCUMENTS[0].clone())
+
+    def score(self, s, b, h, i, j):
+        return torch.tanh(s) + self.bias[h, i - j + f.S - 1]
+
+    def forward(self, q, k, v):
+        mask_mod = lambda b, h, i, j: self.documents[i] == self.documents[j]  # noqa: E731
+        return fa_ops.flex_attention(q, k, v, self.score, mask_mod=mask_mod)
+
+
+_RELOAD = """
+import sys, torch, fa_ops
+program, inputs, expected = torch.export.load(sys.argv[1]), *torch.load(sys.argv[2])
+torch.testing.assert_close(program.module()(*inputs), expected)
+"""
+
+
+def test_export_and_reload_in_a_new_process(tmp_path):
+    model, inputs = Model(), tensors(torch.float32, grad=False)
+    expected = model(*inputs).detach()
+    program = torch.export.export(model, tuple(inputs), strict=False)
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert "fa.attention_programmed.default" in targets
+    torch.testing.assert_close(program.module()(*inputs).detach(), expected)
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.save((inputs, expected), tmp_path / "inputs.pt")
+    files = str(tmp_path / "model.pt2"), str(tmp_path / "inputs.pt")
+    subprocess.run([sys.executable, "-c", _RELOAD, *files], check=True)
+
+
+def test_compiled_code_calls_it():
+    model, inputs = Model(), tensors(torch.float32, grad=False)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs), model(*inputs))
+    grads = [torch.autograd.grad(m(*inputs).square().sum(), model.bias) for m in (model, compiled)]
+    torch.testing.assert_close(*grads)
+
+
+# Errors, and what is explained.
+
+
+def test_errors():
+    q, k, v = tensors(torch.float32, grad=False)
+    with pytest.raises(ValueError, match="query has 4 heads, but key has 2: pass enable_gqa=True"):
+        fa_ops.flex_attention(q, k[:, :2], v[:, :2])
+    with pytest.raises(TypeError, match="score_mod must be a function, got int"):
+        fa_ops.flex_attention(q, k, v, 3)
+    with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
+        fa_ops.flex_attention(q, k, v, None, 3)
+    with pytest.raises(ValueError, match="pass both"):
+        fa_ops.flex_attention(q, k, v, None, torch.zeros(1))
+    with pytest.raises(ValueError, match="tile_runs must have shape"):
+        mask_mod = f.MASKS["dilated"]
+        runs = fa_ops.mask_tiles(mask_mod, 1, 1, 2 * f.S, 2 * f.S)
+        fa_ops.flex_attention(q, k, v, None, runs, mask_mod=mask_mod)
+    with pytest.raises(ValueError, match=r"block_mask is of lengths \(256, 256\)"):
+        made = torch_flex.create_block_mask(f.MASKS["causal"], 1, 1, 256, 256, "cpu")
+        fa_ops.flex_attention(q, k, v, block_mask=made)
+    with pytest.raises(ValueError, match="both ask for lse"):
+        aux = torch_flex.AuxRequest(lse=True)
+        fa_ops.flex_attention(q, k, v, return_lse=True, return_aux=aux)
+    with pytest.raises(ValueError, match="key_ranges and a mask_mod"):
+        ranges = torch.tensor([0, 5], dtype=torch.int32).view(1, 1, 1, 2)
+        fa_ops.flex_attention(q, k, v, mask_mod=f.MASKS["ancestors"], key_ranges=ranges)
+
+
+def test_errors_of_the_operator():
+    args, options = call_of_mixed(grad=False)
+    call = lambda **new: programmed.PROGRAMMED_ATTENTION(*args, **options | new)  # noqa: E731
+    with pytest.raises(ValueError, match="term_values must have shape"):
+        call(term_values=options["term_values"][:-1])
+    with pytest.raises(ValueError, match="term_indices must be given where"):
+        call(term_indices=None)
+    with pytest.raises(TypeError, match="term_values must be float64"):
+        call(term_values=options["term_values"].float())
+    with pytest.raises(ValueError, match="program must begin"):
+        programmed.PROGRAMMED_ATTENTION(*args[:3], "score", *args[4:], **options)
+
+
+def test_what_is_explained():
+    q, k, v = tensors(torch.float32, grad=False)
+    told = str(fa_ops.explain(q, k, v, score_mod=f.SCORES["gates"], mask_mod=f.MASKS["dilated"]))
+    for line in (
+        "backend: cpu", "window: 49 keys to the left, 0 to the right of a query",
+        "term t0, float column bh grad: load", "mask in the kernel: eq(mod(sub(q, k), 3), 0)",
+        "score in the kernel: sub(add(score, t1), t0)",
+        "tiles of the mask: 0 empty, 0 full, 1 mixed", "hopper: ",
+    ):  # fmt: skip
+        assert line in told

@@ -1,0 +1,109 @@
+"""Classes of tiles are sound, and runs of tiles list them."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import fa_ops
+from fa_ops.programs import tiles
+from fa_ops.programs.program import MAX_RUNS
+from tests.programs import functions as f
+from tests.programs.test_programs import split_of
+
+RANDOM = int(os.environ.get("FA_OPS_PROGRAMS", "150"))
+SIZES = (f.B, f.H, f.S, f.S)
+
+
+def classes_of(mask_mod, block: int):
+    """(found, true) classes of tiles, (B, H, n, n) each, or None without a program."""
+    found, prologue = split_of(mask_mod, score=False, whole=True)
+    if found.program is None or found.dense_mask is not None:
+        return None
+    program, n = found.program, f.S // block
+    terms = program.views(*prologue.packed_terms(), *SIZES)
+    dense = f.dense_mask(mask_mod).unflatten(3, (n, block)).unflatten(2, (n, block))
+    some, every = dense.transpose(3, 4).flatten(4).any(-1), dense.transpose(3, 4).flatten(4).all(-1)
+    true = np.where(every, tiles.FULL, np.where(some, tiles.MIXED, tiles.EMPTY))
+    one = lambda b, h: tiles.classes(  # noqa: E731
+        tiles.MaskIntervals(program, terms, b, h, SIZES), (block, block)
+    )
+    return np.stack([[one(b, h) for h in range(f.H)] for b in range(f.B)]), true
+
+
+# masks of which intervals lose a class at 16 x 16, of how many of 288 tiles at most
+LOSSES = {"tree": 60, "dilated": 40, "natten": 40, "images": 80, "block diffusion": 40, "times": 40}
+
+
+@pytest.mark.parametrize("name", f.MASKS)
+def test_classes(name):
+    both = classes_of(f.MASKS[name], 16)
+    if both is None:
+        assert name == "ancestors" or name == "nothing"
+        return
+    found, true = both
+    assert ((found == true) | (found == tiles.MIXED)).all()
+    assert (found != true).sum() <= LOSSES.get(name, 0)
+
+
+def test_classes_of_random_masks_are_sound():
+    decided = 0
+    for seed in range(RANDOM):
+        torch.manual_seed(seed)
+        both = classes_of(f.random_function(seed, False), 12)
+        if both is not None:
+            found, true = both
+            assert ((found == true) | (found == tiles.MIXED)).all(), seed
+            decided += (found != tiles.MIXED).any()
+    assert decided > RANDOM // 4
+
+
+# Runs, of tiles of 128.
+
+S = 128 * 40
+DOCUMENTS = torch.arange(S) // 700
+CASES = {
+    "causal": (lambda b, h, i, j: i >= j, 2),
+    "window": (lambda b, h, i, j: (i - j).abs() < 500, 3),
+    "documents": (lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j], 3),
+    "stripes": (lambda b, h, i, j: (j // 128) % 2 == 0, MAX_RUNS),
+    "heads": (lambda b, h, i, j: (i >= j) & (h < 1), 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs(name):
+    mask_mod, most = CASES[name]
+    runs = fa_ops.mask_tiles(mask_mod, 1, 2, S, S)
+    n = S // 128
+    assert runs.shape == (1, 2 if name == "heads" else 1, 2 * n, 1 + 2 * MAX_RUNS)
+    assert int(runs[..., :n, 0].max()) == most
+    b = h = torch.zeros((), dtype=torch.int64)
+    dense = mask_mod(b, h, torch.arange(S).view(-1, 1), torch.arange(S))
+    blocks = dense.expand(S, S).unflatten(1, (n, 128)).unflatten(0, (n, 128)).transpose(1, 2)
+    some, every = blocks.flatten(2).any(-1), blocks.flatten(2).all(-1)
+    columns = tiles.states_of_runs(runs[:, :, n:], n, n)[0, 0].T
+    for states in (tiles.states_of_runs(runs, n, n)[0, 0], columns):
+        assert not (some & (states == tiles.EMPTY)).any()
+        assert not (~every & (states == tiles.FULL)).any()
+        if name != "stripes":
+            assert ((states == tiles.EMPTY) == ~some).all() and (
+                (states == tiles.FULL) == every
+            ).all()
+
+
+def test_a_million_tokens():
+    """Without anything that grows with the number of pairs."""
+    n = 2**20
+    runs = fa_ops.mask_tiles(lambda b, h, i, j: (i >= j) & (i - j < 4096), None, None, n, n)
+    assert runs.numel() * runs.element_size() < 10 * 2**20
+    rows = runs[0, 0, : n // 128]
+    assert rows[-1].tolist()[:7] == [3, n // 128 - 33, 3, n // 128 - 32, 62, n // 128 - 1, 3]
+
+
+def test_a_mask_of_pairs_has_no_runs():
+    with pytest.raises(NotImplementedError, match="reads a tensor by query and key"):
+        fa_ops.mask_tiles(f.MASKS["ancestors"], 1, 1, f.S, f.S)
