@@ -244,33 +244,81 @@ def varlen_backward(call: Call) -> Gradients:
 
 
 def _differentiate(function: Callable, call: Call) -> Gradients:
-    (q, k, v), mask, sinks = call[:3], call.operands.attn_mask, call.operands.sinks
     grad_out, grad_lse, *_, mask_grad = call.saved
     with torch.enable_grad():
-        leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
-        values = call.operands.term_values
-        optional = {"attn_mask": mask if mask_grad else None, "sinks": sinks, "term_values": values}
-        optional = {
-            name: t.detach().double().requires_grad_()
-            for name, t in optional.items()
-            if t is not None
-        }
-        names = dict(zip(("query", "key", "value"), leaves))
-        out, lse = function(call.changed(**names, **optional))
-        outputs, seeds = [out], [grad_out.double()]
+        x = leaves(call, mask_grad)
+        outputs = results(function, call, x)
+        seeds = [grad_out.double(), torch.zeros_like(outputs[1])]
         if grad_lse is not None:
-            outputs.append(lse.masked_fill(lse == float("-inf"), 0.0))
-            seeds.append(grad_lse.double())
-        if not out.requires_grad:  # a batch of no sequences
-            outputs, seeds = [], []
-        dq, dk, dv, *rest = torch.autograd.grad(
-            outputs, [*leaves, *optional.values()], seeds, allow_unused=True, materialize_grads=True
-        )
-    grads = [torch.empty_like(t).copy_(g) for g, t in zip((dq, dk, dv), (q, k, v))]
-    dmask = rest.pop(0).to(mask.dtype) if mask_grad else None
-    dsinks = None if sinks is None else rest.pop(0).to(sinks.dtype)
-    dvalues = None if values is None else rest.pop(0).to(values.dtype)
-    return Gradients(*grads, dmask, dsinks, dvalues)
+            seeds[1] = grad_lse.double()
+        grads = dict(zip(x, derivative(outputs, list(x.values()), seeds)))
+    return gradients(call, grads)
+
+
+def leaves(call: Call, mask_grad: bool, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Copies in `dtype` of the tensors that results are differentiated by, by name."""
+    tensors = {"query": call.query, "key": call.key, "value": call.value}
+    tensors |= {"attn_mask": call.operands.attn_mask if mask_grad else None}
+    tensors |= {"sinks": call.operands.sinks, "term_values": call.operands.term_values}
+    given = {name: t for name, t in tensors.items() if t is not None}
+    return {name: t.detach().to(dtype, copy=True).requires_grad_() for name, t in given.items()}
+
+
+def results(function: Callable, call: Call, x: dict[str, Tensor]) -> list[Tensor]:
+    """out and lse of a call with other tensors; lse is 0 where it is -inf, and has no gradient."""
+    out, lse = function(call.changed(**x))
+    return [out, lse.masked_fill(lse == float("-inf"), 0.0)]
+
+
+def derivative(outputs: list[Tensor], x: list[Tensor], seeds: list[Tensor], **more: bool) -> tuple:
+    """Gradients of <outputs, seeds>, 0 where nothing depends on x."""
+    pairs = [(o, s) for o, s in zip(outputs, seeds) if o.requires_grad]  # none: no sequences
+    outputs, seeds = ([pair[i] for pair in pairs] for i in range(2))
+    return torch.autograd.grad(outputs, x, seeds, allow_unused=True, materialize_grads=True, **more)
+
+
+def gradients(call: Call, grads: dict[str, Tensor]) -> Gradients:
+    """Gradients by name in the dtypes and layouts of the call's tensors."""
+    of = [torch.empty_like(t).copy_(grads[n]) for n, t in zip(("query", "key", "value"), call[:3])]
+    others = call.operands._asdict() if call.saved.mask_grad else {}
+    others |= {"sinks": call.operands.sinks, "term_values": call.operands.term_values}
+    names = "attn_mask", "sinks", "term_values"
+    given = {n: others[n] for n in names if others.get(n) is not None}
+    return Gradients(*of, **{n: grads[n].to(x.dtype) for n, x in given.items()})
+
+
+def tangents(call: Call, attend: Callable | None = None) -> tuple | Gradients:
+    """Tangents of out and lse, or of the gradients, by autograd; what is saved is not used.
+
+    Gradients g(x; y) along (x_t, y_t) change by g(x; y_t) and by the gradient of <g(x; y), x_t> by
+    x, as Hessians are symmetric. The gradient of <g(x; y), x_t> by y is the tangent of the results.
+    Rows of lse that are -inf have no tangent.
+    """
+    t, saved, q = call.tangents, call.saved, call.query
+    dtype = torch.float64 if attend is None else q.dtype
+    attend = attend or (varlen if call.is_packed else dense)
+    x_t = {n: g.to(dtype) for n, g in zip(t._fields[:5], t[:5]) if g is not None}
+    with torch.enable_grad():
+        x = leaves(call, saved.mask_grad or "attn_mask" in x_t, dtype)
+        outputs = results(attend, call, x)
+        y = [torch.zeros_like(o) if g is None else g.to(o.dtype) for o, g in zip(outputs, saved)]
+        y = [g.detach().requires_grad_() for g in y]
+        first = derivative(outputs, list(x.values()), y, create_graph=True)
+        pairs = [(g, x_t[n]) for n, g in zip(x, first) if n in x_t]
+        along = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if not call.is_backward:
+            out_t, lse_t = derivative(along[0], y, along[1])
+            dot = None if saved.grad_out is None else (saved.grad_out.to(out_t) * out_t).sum(-1)
+            wide = lse_dtype(q.dtype)
+            if dot is not None:
+                dot = (dot.transpose(0, 1) if call.is_packed else dot).to(wide).contiguous()
+            order = (0, 1, 2) if call.is_packed else (0, 2, 1, 3)
+            laid_out = torch.empty_permuted(out_t.shape, order, dtype=q.dtype, device=q.device)
+            return laid_out.copy_(out_t), lse_t.to(wide), dot
+        by_x = derivative(along[0], list(x.values()), along[1], retain_graph=True)
+        y_t = [torch.zeros_like(g) if s is None else s.to(g.dtype) for g, s in zip(y, t[5:7])]
+        by_y = derivative(outputs, list(x.values()), y_t)
+    return gradients(call, {n: a + b for n, a, b in zip(x, by_x, by_y)})
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -444,7 +492,8 @@ def plan(call: Call) -> Plan:
     """The plan of a call on the oracle."""
     if call.is_quantized:
         return general("8-bit forward", quantized_forward)
-    return general_plan(call, forward, backward, varlen_forward, varlen_backward, cache_forward)
+    functions = forward, backward, varlen_forward, varlen_backward, cache_forward, tangents
+    return general_plan(call, *functions)
 
 
 def append_error(call: Call) -> str | None:

@@ -97,17 +97,43 @@ QUANTIZED_PACKED = Signature(  # the same of packed sequences, whose keys may be
 
 
 class Saved(NamedTuple):
-    """The inputs of a backward pass in addition to the arguments of the forward pass."""
+    """The inputs of a backward pass in addition to the arguments of the forward pass.
 
-    grad_out: Tensor
+    Tangents of `out` and `lse` need these two alone.
+    """
+
+    grad_out: Tensor | None
     grad_lse: Tensor | None
     out: Tensor
     lse: Tensor
     mask_grad: bool = False
 
 
+class Tangents(NamedTuple):
+    """The tangents of a call's tensors, None for 0; those behind `sinks` are of a backward pass.
+
+    `grad_dot` is the sum over features of `grad_out` times the tangent of out, (B, Hq, Sq) in the
+    dtype of lse, from before this tangent was rounded.
+    """
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    attn_mask: Tensor | None = None
+    sinks: Tensor | None = None
+    grad_out: Tensor | None = None
+    grad_lse: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    grad_dot: Tensor | None = None
+
+
 class Call(NamedTuple):
-    """A call of attention. Its backward pass is a call of its own, with `saved`."""
+    """A call of attention. Its backward pass is a call of its own, with `saved`.
+
+    With `tangents` besides, a call asks for the tangents of the results: of out and lse, or of the
+    gradients where it is a backward pass.
+    """
 
     query: Tensor | None
     key: Tensor | None
@@ -116,6 +142,7 @@ class Call(NamedTuple):
     options: Options = Options()
     saved: Saved | None = None
     backend: str = "auto"  # the name that the caller asked for
+    tangents: Tangents | None = None
 
     # Facets of a call: properties in Python, as TorchDynamo traces some of them.
 
@@ -153,8 +180,8 @@ class Call(NamedTuple):
 
     @property
     def is_backward(self) -> bool:
-        """Whether the call is a backward pass."""
-        return self.saved is not None
+        """Whether the call is a backward pass, or asks for the tangents of one."""
+        return self.saved is not None and (self.tangents is None or self.tangents.lse is not None)
 
     @property
     def writes_cache(self) -> bool:
@@ -233,8 +260,9 @@ class Call(NamedTuple):
         return self._replace(**fields)
 
     def rows(
-        self, some: slice, query: Tensor, key: Tensor, value: Tensor, saved: Saved | None = None
-    ) -> Call:
+        self, some: slice, query: Tensor, key: Tensor, value: Tensor, saved: Saved | None = None,
+        tangents: Tangents | None = None,
+    ) -> Call:  # fmt: skip
         """The dense call of some rows of the batch, or of packed sequences, with these tensors."""
         t = self.operands
         slopes, ranges, lens = t.alibi_slopes, t.key_ranges, t.kv_lens
@@ -245,7 +273,7 @@ class Call(NamedTuple):
             t.dropout_seed, t.mask_blocks,
         )  # fmt: skip
         options = self.options._replace(packed=False, over_cache=False)
-        return Call(query, key, value, operands, options, saved, self.backend)
+        return Call(query, key, value, operands, options, saved, self.backend, tangents)
 
     @property
     def scale(self) -> float:
@@ -338,6 +366,8 @@ def queries_of_kv_head(call: Call) -> int:
 #     with_lse.
 # Backward: run(grad_out, grad_lse, query, key, value, out, lse, operands) -> Gradients, or a tuple
 #     in their order that may end after the gradient of value.
+# With tangents: run(query, key, value, operands, saved, tangents) -> (tangent of out, of lse,
+#     `grad_dot` if grad_out is given, else None), or of a backward pass their Gradients.
 # Append: run(query, key, value, operands) -> (query, kv_lens with the new keys).
 Run = Callable[..., Any]
 
@@ -393,11 +423,20 @@ _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 def general(kernel: str, function: Callable[[Call], Any]) -> Plan:
     """The plan that calls a backend's function of the call.
 
-    Of a forward call it returns (out, lse), of a backward pass Gradients.
+    Of a forward call it returns (out, lse), of a backward pass Gradients; with tangents the
+    tangents of these.
     """
 
     def prepare(call: Call) -> Run:
         options, backend = call.options, call.backend
+        if call.tangents is not None:
+
+            def run_tangents(q, k, v, operands, saved, tangents):
+                saved, tangents = map(_as_backends_read, (saved, tangents))
+                return function(Call(q, k, v, operands, options, saved, backend, tangents))
+
+            return run_tangents
+
         if call.saved is not None:
             mask_grad = call.saved.mask_grad
 
@@ -413,7 +452,7 @@ def general(kernel: str, function: Callable[[Call], Any]) -> Plan:
         def run(q, k, v, operands, with_lse=True):
             # views of what a function allocates are no views to its caller
             with _below_autograd():
-                return function(_new_call((q, k, v, operands, options, None, backend)))
+                return function(_new_call((q, k, v, operands, options, None, backend, None)))
 
         return run
 
@@ -425,14 +464,28 @@ _new_call = functools.partial(tuple.__new__, Call)  # faster than the class's co
 
 def general_plan(
     call: Call, forward: Callable, backward: Callable, varlen_forward: Callable,
-    varlen_backward: Callable, cache_forward: Callable,
+    varlen_backward: Callable, cache_forward: Callable, tangents: Callable,
 ) -> Plan:  # fmt: skip
     """The plan of a backend that has one function for each kind of call."""
+    if call.tangents is not None:
+        return general("tangents of backward" if call.is_backward else "tangents", tangents)
     if call.is_cached:
         return general("cache", cache_forward)
     if call.is_backward:
         return general("backward", varlen_backward if call.is_packed else backward)
     return general("forward", varlen_forward if call.is_packed else forward)
+
+
+_WITH_FEATURES = ("query", "key", "value", "grad_out", "out")
+
+
+def _as_backends_read(tensors: Saved | Tangents) -> Saved | Tangents:
+    """The tensors with contiguous rows, those without features contiguous; a mask as it is."""
+    kept = {}
+    for name, t in zip(tensors._fields, tensors):
+        if isinstance(t, Tensor) and name != "attn_mask":
+            kept[name] = rows_contiguous(t) if name in _WITH_FEATURES else t.contiguous()
+    return tensors._replace(**kept)
 
 
 def rows_contiguous(t: Tensor) -> Tensor:

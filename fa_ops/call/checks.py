@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import backend_option
-from fa_ops.call.call import Call, Saved
+from fa_ops.call.call import Call, Saved, Tangents
 from fa_ops.call.options import MASK_BLOCK, NO_OPERANDS, Operands, dtype_name, mask_blocks_shape
 from fa_ops.programs.program import MAX_RUNS, parse
 
@@ -235,13 +235,16 @@ def cu_seqlens(name: str, given: Tensor, tokens: int, all_tokens: bool = True) -
         )
 
 
-def saved(q: Tensor, v: Tensor, tensors: Saved) -> None:
-    """Raise ValueError or TypeError unless these fit the query and the value of a call."""
+def saved(q: Tensor, v: Tensor, tensors: Saved, is_backward: bool = True) -> None:
+    """Raise ValueError or TypeError unless these fit the query and the value of a call.
+
+    Not `is_backward`: `grad_out` may be missing.
+    """
     *rows, _ = q.shape
     out_shape = (*rows, v.shape[-1])
     lse_shape = tuple(rows if len(rows) == 3 else reversed(rows))
     grad_out, grad_lse, out, lse, _ = tensors
-    given(grad_out=grad_out, out=out, lse=lse)
+    given(**{"grad_out": grad_out} if is_backward else {}, out=out, lse=lse)
     wide = lse_dtype(q.dtype)
     expected = (
         ("grad_out", grad_out, out_shape, q.dtype),
@@ -254,6 +257,27 @@ def saved(q: Tensor, v: Tensor, tensors: Saved) -> None:
             same_device(q, name, t)
             has_dtype(name, t, dtype)
             has_shape(name, t, tuple(shape))
+
+
+def tangents(call: Call) -> None:
+    """Raise ValueError or TypeError unless each tangent is one of a floating point tensor.
+
+    It has the shape, the dtype and the device of that tensor.
+    """
+    saved, operands = call.saved, call.operands
+    of = dict(zip(("query", "key", "value"), call[:3]))
+    of |= {"attn_mask": operands.attn_mask, "sinks": operands.sinks, "grad_out": saved.grad_out}
+    of |= {"out": saved.out} | dict.fromkeys(("lse", "grad_lse", "grad_dot"), saved.lse)
+    for name, t in zip(Tangents._fields, call.tangents):
+        if t is None:
+            continue
+        x, argument = of[name], name if name == "grad_dot" else f"{name}_t"
+        need(x is not None, "{} is given without {}: pass {}=None", argument, name, argument)
+        need(x.dtype.is_floating_point, "{} is the tangent of a floating point {}, got {}: pass "
+             "{}=None", argument, name, x.dtype, argument)  # fmt: skip
+        same_device(call.query, argument, t)
+        has_dtype(argument, t, x.dtype)
+        has_shape(argument, t, tuple(x.shape))
 
 
 def mask_grad(mask: Tensor | None) -> None:

@@ -22,7 +22,8 @@ from fa_ops.distributed.masks import Mask, visible
 from fa_ops.ops import axes, library
 
 ROWS = 2  # a role beside axes.BATCH and axes.HEADS: queries are sharded over their length
-_ROWS = dict.fromkeys(("query", "out", "lse", "grad_out", "grad_lse"), 2)
+_ROWS = dict.fromkeys(("query", "out", "lse", "grad_out", "grad_lse", "grad_dot"), 2)
+_ROWS |= {f"{name}_t": axis for name, axis in _ROWS.items()}
 
 
 def _roles(operator: OpOverload, call: dict) -> list[int | None]:
@@ -40,7 +41,7 @@ def _roles(operator: OpOverload, call: dict) -> list[int | None]:
             role, shards = axes.HEADS, shards * size
         elif axis == length and ROWS not in roles and _can_shard_rows(call):
             role = ROWS
-        elif not placement.is_replicate() and "grad_out" not in call:
+        elif not placement.is_replicate() and "out" not in call:
             warnings.warn(
                 f"{operator.name()}: query is {placement} over a mesh dimension of size {size}, "
                 "which attention does not support: all inputs are gathered there",
@@ -161,11 +162,11 @@ def _attention_rule(cls, operator: OpOverload, types, args: tuple, options: dict
 
 def _over_length(result: DTensor, name: str, call: dict, roles: list) -> DTensor:
     """A result sharded over its length where the argument was: heads are exchanged back."""
-    if name in ("attn_mask", "sinks"):
+    if name in ("attn_mask", "sinks") or axes.is_absent(name, result):
         return result
     dense = axes.of(call) is axes.DENSE
     tokens = 2 if dense else 0
-    length = 1 if name == "lse" and not dense else tokens
+    length = 1 if name in ("lse", "grad_dot") and not dense else tokens
     like = call[name] if isinstance(call.get(name), DTensor) else call["query"]
     placements = [
         Shard(length) if role is not None and type(old) is Shard and old.dim == tokens else new

@@ -22,7 +22,7 @@ from fa_ops.call.options import (
     operand_set,
 )
 from fa_ops.ops import axes, library
-from fa_ops.ops.schemas import Schema
+from fa_ops.ops.schemas import Schema, call_by_name
 from fa_ops.plans import planning, recognition
 from fa_ops.plans.planning import Prepared
 from fa_ops.plans.recognition import LastCall
@@ -31,10 +31,12 @@ from fa_ops.plans.recognition import LastCall
 
 
 class Operators(NamedTuple):
-    """A forward operator that returns lse, and its backward."""
+    """A forward operator that returns lse, and those of its derivatives (`ops.derivatives`)."""
 
     forward: Schema
     backward: Schema
+    jvp: Schema | None = None  # None: attention has no more derivatives
+    backward_jvp: Schema | None = None
 
 
 def refuse_gradient_of(alibi_slopes: Tensor | None) -> None:
@@ -43,6 +45,14 @@ def refuse_gradient_of(alibi_slopes: Tensor | None) -> None:
         raise ValueError(
             "alibi_slopes must not require grad: attention has no gradient for them; "
             "pass alibi_slopes.detach()"
+        )
+
+
+def refuse_tangent_of(alibi_slopes: Tensor | None) -> None:
+    """Raise NotImplementedError where ALiBi slopes carry a forward-mode tangent."""
+    if library.has_tangent(alibi_slopes):
+        raise NotImplementedError(
+            "alibi_slopes have no derivative; pass alibi_slopes without a tangent"
         )
 
 
@@ -73,9 +83,12 @@ def forward(
         operators.forward.bind(args, options),
     )
     is_next = library.is_device_kernel_next(keyset.raw_repr())
-    if not needs_grad(q, k, v, operands):
-        slopes, sinks = operands.alibi_slopes, operands.sinks
-        library.reject_forward_ad(operator, q, k, v, operands.attn_mask, slopes, sinks)
+    needed = needs_grad(q, k, v, operands)
+    if operators.jvp is None:
+        floats = operands.attn_mask, operands.sinks, operands.term_values
+        library.reject_forward_ad(operator, q, k, v, *floats)
+    refuse_tangent_of(operands.alibi_slopes)
+    if not (needed or library.has_tangent(q, k, v, operands.attn_mask, operands.sinks)):
         if not is_next:
             return library.redispatch(operator, keyset, q, k, v, *args, **options)
         out, lse = planning.run(signature, q, k, v, operands, scalars, with_lse)
@@ -111,16 +124,30 @@ class Attention(library.SingleLevelFunction):
             operands = new_operands(plan.operands.places((*tensors, None)))
         out, lse = plan.run(q, k, v, operands, True)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        if library.is_forward_mode():
+            ctx.save_for_forward(q, k, v, out, lse, *tensors)
         ctx.recording = recording
-        if not recording.with_lse:
-            return out
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if recording.with_lse else out
+
+    @staticmethod
+    def jvp(ctx, _, q_t, k_t, v_t, *others_t):
+        """Tangents of the results, by the operator."""
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        (operators, plan, with_lse), given = ctx.recording, {"query": q, "key": k, "value": v}
+        given |= {"out": out, "lse": lse, "query_t": q_t, "key_t": k_t, "value_t": v_t}
+        for name, x, t in zip(plan.operands.names, others, others_t):
+            given |= {name: x, f"{name}_t": t}
+        out_t, lse_t, _ = call_by_name(operators.jvp.operator, plan.options._asdict() | given)
+        return (out_t, lse_t) if with_lse else out_t
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse=None):
         """Gradients by the backward plan, or by the operator where it must be seen."""
         q, k, v, out, lse, *others = ctx.saved_tensors
+        if grad_out is None and grad_lse is None:  # as behind a double backward
+            pairs = zip((None, q, k, v, *others), ctx.needs_input_grad)
+            return tuple([torch.zeros_like(x) if needed else None for x, needed in pairs])
         given = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, q, k, v, out, lse
         traced = tracing.is_traced_by_dynamo()  # which cannot trace the question that follows
         if traced or not library.is_autocast_enabled() or tracing.is_compiling():

@@ -1,4 +1,4 @@
-"""fa::attention, fa::attention_with_lse and fa::attention_backward."""
+"""fa::attention and fa::attention_with_lse, and the operators of their derivatives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.call import DENSE, Saved
-from fa_ops.ops import autograd, library
+from fa_ops.ops import autograd, derivatives, library
 from fa_ops.ops.schemas import Schema
 from fa_ops.plans import planning
 from fa_ops.plans.outputs import dense_outputs
@@ -14,8 +14,13 @@ from fa_ops.plans.outputs import dense_outputs
 ATTENTION = torch.ops.fa.attention.default
 WITH_LSE = torch.ops.fa.attention_with_lse.default
 BACKWARD = torch.ops.fa.attention_backward.default
-OPERATORS = autograd.Operators(Schema(WITH_LSE, DENSE), Schema(BACKWARD, DENSE, 7))
-_FORWARD, _GRADIENT = OPERATORS
+JVP = torch.ops.fa.attention_jvp.default
+BACKWARD_JVP = torch.ops.fa.attention_backward_jvp.default
+OPERATORS = autograd.Operators(
+    Schema(WITH_LSE, DENSE), Schema(BACKWARD, DENSE, 7), Schema(JVP, DENSE, 11),
+    Schema(BACKWARD_JVP, DENSE, 17),
+)  # fmt: skip
+_FORWARD, _GRADIENT = OPERATORS[:2]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
@@ -61,6 +66,4 @@ def _backward_fake(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False
 
 library.register("attention", _attention, _attention_fake, _attention_autograd)
 library.register("attention_with_lse", _forward, _fake, _autograd)
-library.register(
-    "attention_backward", _backward, _backward_fake, autograd.backward_kernel(BACKWARD)
-)
+derivatives.register(OPERATORS, _backward, _backward_fake)

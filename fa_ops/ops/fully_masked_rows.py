@@ -103,8 +103,9 @@ class _AveragingRows(library.SingleLevelFunction):
         return out, lse
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        q, k, v, out, lse, rows, filled, *tensors = ctx.saved_tensors
+    @autograd.differentiable_once("attention with averaging rows")
+    def backward(ctx, saved, grad_out, grad_lse):
+        q, k, v, out, lse, rows, filled, *tensors = saved
         call = ctx.call._replace(query=q, key=k, value=v, operands=Operands(*tensors))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         _, _, of_q, of_k, of_v, _, _, of_mask, _, of_sinks, *_ = ctx.needs_input_grad
@@ -126,10 +127,10 @@ def _attention(q, k, v, *args, averaging_rows, filled_keys=None, grad_share=1.0,
     call = dense.OPERATORS.forward.call(q, k, v, args, options)
     tensors = call.operands
     _check(call, averaging_rows, filled_keys, grad_share)
-    if not autograd.needs_grad(q, k, v, tensors):
-        return _forward(call, averaging_rows)
     floats = tensors.attn_mask, tensors.alibi_slopes, tensors.sinks
     library.reject_forward_ad(OPERATOR, q, k, v, *floats)
+    if not autograd.needs_grad(q, k, v, tensors):
+        return _forward(call, averaging_rows)
     given = (q, k, v, averaging_rows, filled_keys, *tensors)
     return library.apply(_AveragingRows, call.without_tensors(), grad_share, *given)
 

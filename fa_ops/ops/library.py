@@ -173,12 +173,31 @@ def _recording():
         yield
 
 
+def forward_mode_below():
+    """The same of forward mode alone."""
+    return forward_ad._set_fwd_grad_enabled(True) if in_functorch() else nullcontext()
+
+
+def is_forward_mode() -> bool:
+    """Whether tensors may carry tangents, of torch's only level of dual numbers.
+
+    Graphs that AOTAutograd traces enter the level without telling `forward_ad`.
+    """
+    return forward_ad._current_level >= 0 or in_functorch()
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether a tensor carries a forward-mode tangent that counts."""
+    if not is_forward_mode() or not torch._C._is_fwd_grad_enabled():
+        return False
+    tangents = [None if t is None else forward_ad.unpack_dual(t, level=0)[1] for t in tensors]
+    return any([t is not None for t in tangents])
+
+
 def reject_forward_ad(operator: OpOverload, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError where a tensor carries a forward-mode tangent."""
-    if forward_ad._current_level >= 0:
-        for t in tensors:
-            if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-                raise NotImplementedError(f"{operator.name()} has no forward-mode derivative (jvp)")
+    if has_tangent(*tensors):
+        raise NotImplementedError(f"{operator.name()} has no forward-mode derivative (jvp)")
 
 
 def run_vmap_rule(rule, operator, *operands):

@@ -53,16 +53,37 @@ def _fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 class _Merge(library.SingleLevelFunction):
     """With w_n = exp(lse_n - lse): out = sum w_n out_n, so d out_n = w_n d out and
-    d lse_n = w_n ((out_n - out) . d out + d lse). Made of torch's own operations, so it can be
-    differentiated again."""
+    d lse_n = w_n ((out_n - out) . d out + d lse). Both directions are made of torch's own
+    operations, so they can be differentiated again."""
 
     @staticmethod
     def forward(ctx, keyset, outs, lses):
         with library.recording():
             out, lse = library.redispatch(MERGE, keyset, outs, lses)
         ctx.save_for_backward(outs, lses, out, lse)
+        if library.is_forward_mode():
+            ctx.save_for_forward(outs, lses, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
+
+    @staticmethod
+    def jvp(ctx, _, of_outs, of_lses):
+        outs, lses, *_ = ctx.saved_tensors
+        wide, has_keys = lses.dtype, lses > float("-inf")
+        most = torch.finfo(wide).max
+        lses = lses.masked_fill(~has_keys, -most).clamp(max=most)
+        weights = torch.softmax(lses, 0).masked_fill(~has_keys, 0.0)
+        of_lse, of_out = torch.zeros_like(weights[0]), torch.zeros_like(outs[0], dtype=wide)
+        if of_outs is not None:
+            of_outs = of_outs.to(wide).masked_fill(~has_keys.unsqueeze(-1), 0.0)
+            of_out = (weights.unsqueeze(-1) * of_outs).sum(0)
+        if of_lses is not None:
+            shares = weights * of_lses.masked_fill(~has_keys, 0.0)
+            of_lse = shares.sum(0)
+            changes = (shares - weights * of_lse).unsqueeze(-1)
+            values = outs.to(wide).masked_fill(~has_keys.unsqueeze(-1), 0.0)
+            of_out = of_out + (changes * values).sum(0)
+        return of_out.to(outs.dtype), of_lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
@@ -85,9 +106,9 @@ class _Merge(library.SingleLevelFunction):
 def _autograd(keyset, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     if outs is None or lses is None:
         checks.given(outs=outs, lses=lses)
-    if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
+    recorded = torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad)
+    if recorded or library.has_tangent(outs, lses):
         return library.apply(_Merge, keyset, outs, lses)
-    library.reject_forward_ad(MERGE, outs, lses)
     return library.redispatch(MERGE, keyset, outs, lses)
 
 

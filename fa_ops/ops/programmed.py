@@ -16,7 +16,7 @@ BACKWARD = torch.ops.fa.attention_programmed_backward.default
 OPERATORS = autograd.Operators(
     Schema(PROGRAMMED_ATTENTION, PROGRAMMED), Schema(BACKWARD, PROGRAMMED, 7)
 )
-_FORWARD, _GRADIENT = OPERATORS
+_FORWARD, _GRADIENT = OPERATORS[:2]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,9 @@ from fa_ops.ops.library import after_import
 # mask depends on batch and head), the operator runs once per sample.
 
 
+_MASK = ("attn_mask", "attn_mask_t")
+
+
 class _Fold:
     """Folds N samples into `axis` of every tensor of a call."""
 
@@ -52,7 +55,7 @@ class _Fold:
             samples = samples.reshape(shape)
         sizes = [self.N, *samples.shape[1:]]
         if self.axis in axes.BROADCAST.get(name, ()) and sizes[position + 1] == 1:
-            if not mapped and not (name == "attn_mask" and self.mask_shape is not None):
+            if not mapped and not (name in _MASK and self.mask_shape is not None):
                 return _rows_or_row(name, x)
             sizes[position + 1] = self.size
         folded = samples.expand(sizes).movedim(0, position).flatten(position, position + 1)
@@ -82,11 +85,11 @@ def _rows_or_row(name: str, x: Tensor) -> Tensor:
 
 def _axis(call: dict, mapped: set[str]) -> int | None:
     """The axis to fold into; None where folding is not possible."""
-    packed, backward = "cu_seqlens_q" in call, "grad_out" in call
+    packed, backward = "cu_seqlens_q" in call, call.get("grad_out") is not None
     rank = call["query"].dim() - ("query" in mapped)
     if call.get("dropout_p") or call.get("q_scale") is not None or rank != (3 if packed else 4):
         return None
-    own_sinks = "sinks" in mapped or (backward and call.get("sinks") is not None)
+    own_sinks = mapped & {"sinks", "sinks_t"} or (backward and call.get("sinks") is not None)
     if not packed and not own_sinks:
         return BATCH
     return None if mapped & {"kv_lens", "cu_seqlens_q", "cu_seqlens_k"} else HEADS
@@ -101,6 +104,10 @@ def _rule(operator: OpOverload, info, dims: dict, call: dict):
     }
     for name in ("query", "key", "value"):
         call[name] = rows_contiguous(call[name])
+    if call.get("attn_mask_t") is not None and mapped & set(_MASK):
+        for name in set(_MASK) - mapped:  # a mask and its tangent have one shape
+            call[name] = call[name].expand(info.batch_size, *call[name].shape)
+        mapped |= set(_MASK)
     axis = _axis(call, mapped)
     if axis is None:
         return _one_by_one(operator, info.batch_size, mapped, call)
@@ -179,8 +186,12 @@ for _operator in (
     dense.ATTENTION,
     dense.WITH_LSE,
     dense.BACKWARD,
+    dense.JVP,
+    dense.BACKWARD_JVP,
     varlen.VARLEN,
     varlen.BACKWARD,
+    varlen.JVP,
+    varlen.BACKWARD_JVP,
     quantized.QUANTIZED_ATTENTION,
 ):
     _register(_operator, _rule)
@@ -229,6 +240,36 @@ def _dense_flops(query, key, value, *args, **options) -> int:
 def _dense_backward_flops(grad_out, grad_lse, query, key, value, *args, **options) -> int:
     B, Hq, Sq, D = query
     return _flops(B * Hq, Sq * key[2], D, value[3], backward=True)
+
+
+def _jvp_flops(heads: int, pairs: int, D: int, Dv: int, backward: bool, y: bool) -> int:
+    """FLOPs of tangents: five matmuls of results, ten of gradients, twelve with those of y."""
+    features = 7 * D + (5 if y else 3) * Dv if backward else 3 * D + 2 * Dv
+    return 2 * heads * pairs * features
+
+
+def _dense_jvp_flops(query, key, value, *args, **options) -> int:
+    B, Hq, Sq, D = query
+    return _jvp_flops(B * Hq, Sq * key[2], D, value[3], False, False)
+
+
+def _dense_backward_jvp_flops(grad_out, grad_lse, query, key, value, *args, **options) -> int:
+    B, Hq, Sq, D = query
+    return _jvp_flops(B * Hq, Sq * key[2], D, value[3], True, args[7] is not None)
+
+
+def _packed_jvp_flops(query, key, value, *args, out_val=None, **options) -> int:
+    call = varlen.OPERATORS.jvp.call(query, key, value, args[7:], options)
+    pairs = _pairs(call)
+    return _jvp_flops(query.shape[1], pairs, query.shape[2], value.shape[2], False, False)
+
+
+def _packed_backward_jvp_flops(
+    grad_out, grad_lse, query, key, value, *args, out_val=None, **options
+) -> int:
+    call = varlen.OPERATORS.backward_jvp.call(query, key, value, args[11:], options)
+    pairs, y = _pairs(call), args[6] is not None
+    return _jvp_flops(query.shape[1], pairs, query.shape[2], value.shape[2], True, y)
 
 
 def _pairs(call: Call) -> int:
@@ -283,8 +324,12 @@ def register_flops() -> None:
     dense_names = "attention", "attention_with_lse", "attention_programmed", "quantized_attention"
     register(*dense_names)(_dense_flops)
     register("attention_backward", "attention_programmed_backward")(_dense_backward_flops)
+    register("attention_jvp")(_dense_jvp_flops)
+    register("attention_backward_jvp")(_dense_backward_jvp_flops)
     register("attention_varlen", get_raw=True)(_packed_flops)
     register("attention_varlen_backward", get_raw=True)(_packed_backward_flops)
+    register("attention_varlen_jvp", get_raw=True)(_packed_jvp_flops)
+    register("attention_varlen_backward_jvp", get_raw=True)(_packed_backward_jvp_flops)
     cached = "attention_with_kv_cache", "attention_with_kv_cache_append"
     register(*cached, get_raw=True)(_cached_flops)
 

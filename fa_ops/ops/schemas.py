@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from operator import itemgetter
 from typing import Any
 
@@ -48,6 +49,10 @@ _PROGRAMMED = (
     "Tensor? key_ranges=None, Tensor? term_values=None, Tensor? term_indices=None, "
     "Tensor? tile_runs=None, bool deterministic=False, str? backend=None"
 )
+_TANGENTS = "Tensor? query_t, Tensor? key_t, Tensor? value_t, {mask}Tensor? sinks_t"
+_DENSE_TANGENTS = _TANGENTS.format(mask="Tensor? attn_mask_t, ")
+_PACKED_TANGENTS = _TANGENTS.format(mask="")
+_OF_RESULTS = "Tensor? grad_out_t, Tensor? grad_lse_t, Tensor out_t, Tensor lse_t, Tensor? grad_dot"
 _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
 
 SCHEMAS = {
@@ -57,11 +62,22 @@ SCHEMAS = {
     # apply
     "attention_backward": f"({_SAVED}, {_DENSE}, bool mask_grad=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # tangents of out and lse, given those of the inputs (None: 0), and the sum over features of
+    # grad_out times the tangent of out, empty without grad_out
+    "attention_jvp": f"({_QKV}, Tensor out, Tensor lse, {_DENSE_TANGENTS}, Tensor? grad_out, "
+    f"{_DENSE}) -> (Tensor, Tensor, Tensor)",
+    # tangents of the results of attention_backward
+    "attention_backward_jvp": f"({_SAVED}, {_DENSE_TANGENTS}, {_OF_RESULTS}, {_DENSE}, "
+    "bool mask_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "attention_averaging_rows": f"({_QKV}, {_DENSE}, Tensor averaging_rows, "
     "Tensor? filled_keys=None, float grad_share=1.0) -> (Tensor, Tensor)",
     "attention_varlen": f"({_QKV}, {_PACKED}) -> (Tensor, Tensor)",
     # gradients of query, key, value, sinks
     "attention_varlen_backward": f"({_SAVED}, {_PACKED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "attention_varlen_jvp": f"({_QKV}, Tensor out, Tensor lse, {_PACKED_TANGENTS}, "
+    f"Tensor? grad_out, {_PACKED}) -> (Tensor, Tensor, Tensor)",
+    "attention_varlen_backward_jvp": f"({_SAVED}, {_PACKED_TANGENTS}, {_OF_RESULTS}, {_PACKED}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     "attention_with_kv_cache": "(Tensor query, Tensor key_cache, Tensor value_cache, "
     f"{_CACHED}) -> (Tensor, Tensor)",
     # an operator of its own, so that reading a cache is no mutation to a compiler
@@ -95,6 +111,7 @@ class Schema:
     def __init__(self, operator: OpOverload, signature: Signature, tensors: int = 3) -> None:
         self.operator, self.signature = operator, signature
         self.has_lse = len(operator._schema.returns) > 1
+        self._leading = [x.name for x in operator._schema.arguments[:tensors]]
         arguments = [x for x in operator._schema.arguments[tensors:] if x.name != "mask_grad"]
         self._names = [_OF_OPERANDS.get(x.name, x.name) for x in arguments]
         self._defaults = [x.default_value if x.has_default_value() else None for x in arguments]
@@ -134,6 +151,10 @@ class Schema:
         args, options = self.arguments(call)
         return self.operator(call.query, call.key, call.value, *args, **options)
 
+    def leading(self, args: tuple) -> tuple[dict[str, Any], tuple]:
+        """The tensors that begin the schema by name, and the arguments behind them."""
+        return dict(zip(self._leading, args)), args[len(self._leading) :]
+
     def arguments(self, call: Call) -> tuple[list, dict[str, Any]]:
         """The operator's arguments for a call, without those keywords that have their defaults."""
         given = dict(zip(Operands._fields, call.operands)) | dict(
@@ -145,3 +166,17 @@ class Schema:
             if not is_default(given[name], default)
         }
         return [given[name] for name in self._positional], keywords
+
+
+@functools.cache
+def _arguments_of(operator: OpOverload) -> list[tuple[str, bool]]:
+    """Names of arguments, and whether each may be left out."""
+    return [(x.name, x.has_default_value()) for x in operator._schema.arguments]
+
+
+def call_by_name(operator: OpOverload, given: dict[str, Any]) -> Any:
+    """Call an operator with those of the given arguments that it has; a missing tensor is None."""
+    arguments = _arguments_of(operator)
+    return operator(
+        **{n: given.get(n) for n, has_default in arguments if n in given or not has_default}
+    )

@@ -1,4 +1,4 @@
-"""fa::attention_varlen and its backward: sequences packed along the token dimension."""
+"""fa::attention_varlen and its derivatives: sequences packed along the token dimension."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.call import PACKED, Saved
-from fa_ops.ops import autograd, library
+from fa_ops.ops import autograd, derivatives, library
 from fa_ops.ops.schemas import Schema
 from fa_ops.plans import planning
 from fa_ops.plans.outputs import packed_outputs
 
 VARLEN = torch.ops.fa.attention_varlen.default
 BACKWARD = torch.ops.fa.attention_varlen_backward.default
-OPERATORS = autograd.Operators(Schema(VARLEN, PACKED), Schema(BACKWARD, PACKED, 7))
-_FORWARD, _GRADIENT = OPERATORS
+JVP = torch.ops.fa.attention_varlen_jvp.default
+BACKWARD_JVP = torch.ops.fa.attention_varlen_backward_jvp.default
+OPERATORS = autograd.Operators(
+    Schema(VARLEN, PACKED), Schema(BACKWARD, PACKED, 7), Schema(JVP, PACKED, 10),
+    Schema(BACKWARD_JVP, PACKED, 16),
+)  # fmt: skip
+_FORWARD, _GRADIENT = OPERATORS[:2]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
@@ -47,6 +52,4 @@ def _backward_fake(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
 
 
 library.register("attention_varlen", _forward, _fake, _autograd)
-library.register(
-    "attention_varlen_backward", _backward, _backward_fake, autograd.backward_kernel(BACKWARD)
-)
+derivatives.register(OPERATORS, _backward, _backward_fake)

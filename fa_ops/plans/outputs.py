@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call.call import Call, Plan, Run, general
+from fa_ops.call.call import Call, Plan, Run, Saved, Tangents, general
 from fa_ops.call.checks import FP8, lse_dtype
 from fa_ops.call.options import Gradients, Operands, mask_blocks_shape
 
@@ -29,6 +29,8 @@ def plan(call: Call) -> Plan:
     """The plan of an empty call: zeros, and of lse what a row without keys has."""
     if call.is_backward:
         return general("empty", _gradients)
+    if call.tangents is not None:
+        return general("empty", _tangents)
     return general("empty", _packed if call.is_packed else _dense)
 
 
@@ -70,9 +72,21 @@ def _in_a_sequence(call: Call) -> Tensor:
     return (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
 
 
-def _gradients(call: Call) -> Gradients:
+def _tangents(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """Without keys the lse of a row, or of a token in a sequence, is the sink itself."""
-    mask, sinks, grad_lse = call.operands.attn_mask, call.operands.sinks, call.saved.grad_lse
+    saved, of_sinks = call.saved, call.tangents.sinks
+    of_out, of_lse = torch.zeros_like(saved.out), torch.zeros_like(saved.lse)
+    if of_sinks is not None:
+        of_lse += of_sinks.view(-1, 1).to(of_lse)
+        if call.is_packed:
+            of_lse *= _in_a_sequence(call)
+    return of_out, of_lse, None if saved.grad_out is None else torch.zeros_like(saved.lse)
+
+
+def _gradients(call: Call) -> Gradients:
+    """Gradients, or their tangents, which depend on the gradient of lse alone."""
+    mask, sinks = call.operands.attn_mask, call.operands.sinks
+    grad_lse = (call.saved if call.tangents is None else call.tangents).grad_lse
     dmask = torch.zeros_like(mask) if call.saved.mask_grad else None
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     if dsinks is not None and grad_lse is not None:
@@ -94,11 +108,8 @@ def with_features(call: Call) -> Call:
     They change no product. The head dimensions become equal, which backends support best.
     """
     q, k, v, tensors = _padded(call.query, call.key, call.value, call.operands)
-    call, saved = call._replace(query=q, key=k, value=v, operands=tensors), call.saved
-    if saved is not None and not saved.out.shape[-1]:
-        zeros = _wide(saved.out, v.shape[-1])
-        call = call._replace(saved=saved._replace(grad_out=zeros, out=zeros))
-    return call
+    saved, tangents = (_wide_features(t, q.shape[-1]) for t in (call.saved, call.tangents))
+    return call._replace(query=q, key=k, value=v, operands=tensors, saved=saved, tangents=tangents)
 
 
 def adding_features(run: Run, call: Call) -> Run:
@@ -114,12 +125,33 @@ def adding_features(run: Run, call: Call) -> Run:
         *padded, tensors = _padded(q, k, v, tensors)
         if not v.shape[-1]:
             grad_out = out = _wide(out, padded[2].shape[-1])
-        of_q, of_k, of_v, *others = run(grad_out, grad_lse, *padded, out, lse, tensors)
+        return narrow(run(grad_out, grad_lse, *padded, out, lse, tensors), q, k, v)
+
+    def narrow(grads, q, k, v):
+        of_q, of_k, of_v, *others = grads
         if not q.shape[-1]:
             of_q, of_k = torch.empty_like(q), torch.empty_like(k)
         return Gradients(of_q, of_k, of_v if v.shape[-1] else torch.empty_like(v), *others)
 
+    def with_tangents(q, k, v, tensors, saved, tangents):
+        *padded, tensors = _padded(q, k, v, tensors)
+        wide = [_wide_features(t, padded[0].shape[-1]) for t in (saved, tangents)]
+        results = run(*padded, tensors, *wide)
+        if call.is_backward:
+            return narrow(results, q, k, v)
+        return results[0] if v.shape[-1] else outputs(q, v)[0], *results[1:]
+
+    if call.tangents is not None:
+        return with_tangents
     return forward if call.saved is None else backward
+
+
+def _wide_features(tensors: Saved | Tangents | None, width: int) -> Saved | Tangents | None:
+    """Saved tensors, or tangents, with zeros for features that they lack."""
+    if tensors is None:
+        return None
+    given = {n: getattr(tensors, n, None) for n in ("query", "key", "value", "grad_out", "out")}
+    return tensors._replace(**{n: _wide(t, width) for n, t in given.items() if t is not None})
 
 
 def _padded(

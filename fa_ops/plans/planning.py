@@ -229,6 +229,21 @@ def backward_scalars(scalars: tuple, saved: Saved) -> tuple:
     return *geometry, grad_lse.shape, grad_lse.stride(), grad_lse.dtype, grad_lse.device
 
 
+def run_tangents(call: Call) -> tuple:
+    """Run a call with tangents by its plan. Raises as `prepare` does."""
+    (q, k, v), operands, saved, tangents = call[:3], call.operands, call.saved, call.tangents
+    if torch.are_deterministic_algorithms_enabled():
+        call = call.changed(deterministic=True)
+    geometry = [
+        (t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t
+        for t in (*saved, *tangents)
+    ]
+    scalars = "tangents", call.signature.scalars(call.options), *geometry
+    key = key_of(call.signature, q, k, v, operands, scalars)
+    plan = prepared(key) or prepare(key, call, scalars)
+    return plan.run(q, k, v, operands, saved, tangents)
+
+
 def plan_for(call: Call) -> Plan:
     """The plan of a legal, normalised call, by the backend that `dispatch` chooses."""
     if call.is_empty:
@@ -313,7 +328,9 @@ def check(call: Call, real: bool = True, signature: Signature | None = None) -> 
     else:
         quantized_checks.packed(call)
     if call.saved is not None:
-        checks.saved(call.query, call.value, call.saved)
+        checks.saved(call.query, call.value, call.saved, call.is_backward)
+        if call.tangents is not None:
+            checks.tangents(call)
         if call.saved.mask_grad:
             checks.mask_grad(call.operands.attn_mask)
 
@@ -374,7 +391,8 @@ def _with_steps_before(
         run = cache_memory.checking(run, call.key, call.value)
     if check_values is None:
         return run
-    add = _checking_values if call.saved is None else _checking_values_of_backward
+    last = call.saved is not None and call.tangents is None
+    add = _checking_values_of_backward if last else _checking_values
     return add(run, check_values)
 
 
@@ -392,16 +410,18 @@ def _check_of_values(call: Call) -> Callable[..., None] | None:
 
 def _after(step: Callable[[Operands], Operands], run: Run, call: Call) -> Run:
     """`run` with its optional tensors changed by `step`."""
+    if call.tangents is not None:
+        return lambda q, k, v, tensors, *rest: run(q, k, v, step(tensors), *rest)
     if call.saved is not None:
         return lambda *tensors: run(*tensors[:-1], step(tensors[-1]))
     return lambda q, k, v, tensors, with_lse=True: run(q, k, v, step(tensors), with_lse)
 
 
 def _checking_values(run: Run, check_values: Callable[..., None]) -> Run:
-    def checked(q, k, v, tensors, with_lse=True):
+    def checked(q, k, v, tensors, *rest):
         if not is_capturing(q.device):
             check_values(q, k, v, tensors)
-        return run(q, k, v, tensors, with_lse)
+        return run(q, k, v, tensors, *rest)
 
     return checked
 

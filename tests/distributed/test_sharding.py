@@ -67,6 +67,37 @@ def check_attention(mesh, placement, compiled: bool) -> None:
     assert sharded[0].grad.placements == sharded[2].grad.placements == (placement,)
 
 
+def check_derivatives(mesh, placement) -> None:
+    """Tangents, and gradients of gradients."""
+
+    def penalty(x, others):
+        grads = torch.autograd.grad(loss(*function(*x, *others)), x, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), x)
+
+    floats, others = arguments()
+    placements = [placement, Replicate(), placement, Replicate(), Replicate()]
+    sharded = [
+        distribute_tensor(x.detach(), mesh, [p]).requires_grad_()
+        for x, p in zip(floats, placements)
+    ]
+    plain = [distribute_tensor(others[0], mesh, [Replicate()]), others[1]]
+    for actual, single in zip(penalty(sharded, plain), penalty(floats, others)):
+        assert_same(actual, single)
+    tangents = [torch.randn_like(x) for x in floats]
+    found = []
+    for x, t, (slopes, lens) in (
+        (floats, tangents, others),
+        (sharded, [distribute_tensor(t, mesh, [Replicate()]) for t in tangents], plain),
+    ):
+        q, k, v, mask, sinks = (s.detach() for s in x)
+        options = {"sinks": sinks, "alibi_slopes": slopes, "kv_lens": lens}
+        out, lse = dense.WITH_LSE(q, k, v, mask, 0.0, True, **options)
+        found.append(dense.JVP(q, k, v, out, lse, *t, out, mask, 0.0, True, **options))
+    for single, actual in zip(*found):
+        assert_same(actual, single)
+        assert actual.placements == (placement,)
+
+
 def check_rows(mesh, compiled: bool) -> None:
     """Heads that the processes do not divide: keys are gathered, and uneven rows attend them."""
     Sq, Sk = (8, 10) if compiled else (7, 9)
@@ -254,6 +285,9 @@ CHECKS = {
     "batch, compiled": lambda: check_attention(mesh(), Shard(0), True),
     "heads, compiled": lambda: check_attention(mesh(), Shard(1), True),
     "length, compiled": lambda: check_length_compiled(mesh()),
+    "derivatives, batch": lambda: check_derivatives(mesh(), Shard(0)),
+    "derivatives, heads": lambda: check_derivatives(mesh(), Shard(1)),
+    "derivatives, length": lambda: check_derivatives(mesh(), Shard(2)),
     "batch of one": lambda: check_batch_of_one(mesh()),
     "rows": lambda: check_rows(mesh(), False),
     "rows, compiled": lambda: check_rows(mesh(), True),

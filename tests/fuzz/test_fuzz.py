@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from fa_ops.cli.fuzz import Target, refusal, strict
 from fa_ops.testing import Arena, assert_right, random_calls
+from fa_ops.testing.tangents import assert_tangents_close
 from tests.fuzz.strategies import cases
 
 BACKEND = os.environ.get("FA_OPS_FUZZ_BACKEND", "cpu")
@@ -31,10 +32,13 @@ if DEVICE == "cpu":
     DTYPES.append(torch.float64)
 
 
-def fuzz(strategy: st.SearchStrategy, share: float, arena: bool = False) -> None:
+def fuzz(
+    strategy: st.SearchStrategy, share: float, arena: bool = False, tangents: bool = False
+) -> None:
     """Run `share` of the cases, without randomness unless a seed is set.
 
-    With `arena`, calls are repeated, and margins around all tensors are checked.
+    With `arena`, calls are repeated, and margins around all tensors are checked. `tangents`:
+    compare those of results and gradients.
     """
 
     @settings(
@@ -47,7 +51,10 @@ def fuzz(strategy: st.SearchStrategy, share: float, arena: bool = False) -> None
     @given(strategy)
     def compare(case: random_calls.AnyCase) -> None:
         hypothesis.assume(refusal(BACKEND, case) is None)
-        assert_right(case, BACKEND, Arena() if arena else None, repeated=arena)
+        if tangents:
+            assert_tangents_close(case, BACKEND)
+        else:
+            assert_right(case, BACKEND, Arena() if arena else None, repeated=arena)
 
     if SEED is not None:
         compare = hypothesis.seed(int(SEED))(compare)
@@ -65,6 +72,13 @@ def test_dense(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed(dtype):
     fuzz(cases("packed", dtype, DEVICE, edges=False), share=0.2)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("kind, share", [("dense", 0.03), ("packed", 0.015)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tangents(kind, share, dtype):
+    fuzz(cases(kind, dtype, DEVICE, edges=False), share, tangents=True)
 
 
 @pytest.mark.timeout(0)

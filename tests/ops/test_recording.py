@@ -318,16 +318,18 @@ def test_saved_tensors_may_come_back_laid_out_otherwise():
 # Who else may want to see the backward pass
 
 
-def test_double_backward_and_forward_mode_raise():
+def test_double_backward_and_forward_mode():
     inputs = qkv()
     for options in ({}, OPTIONS["sinks"]):
-        out = fa_ops.attention(*inputs, **options)
-        (first, *_) = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
-        with pytest.raises(NotImplementedError, match="double backward"):
-            torch.autograd.grad(first.sum(), inputs)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
-        q = torch.autograd.forward_ad.make_dual(inputs[0], inputs[0])
-        fa_ops.attention(q, *inputs[1:])
+        found = []
+        for attend in (fa_ops.attention, by_operator):
+            out = attend(*inputs, **options)
+            (first, *_) = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
+            with torch.autograd.forward_ad.dual_level():
+                q = torch.autograd.forward_ad.make_dual(inputs[0], inputs[0].flip(3))
+                tangent = torch.autograd.forward_ad.unpack_dual(attend(q, *inputs[1:], **options))
+            found.append((*torch.autograd.grad(first.sum(), inputs), tangent.tangent))
+        torch.testing.assert_close(*found)
 
 
 def test_batched_gradients():

@@ -46,6 +46,21 @@ fa::attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor k
   Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? kv_lens=None, Tensor? key_ranges=None,
   Tensor? dropout_seed=None, bool deterministic=False, str? backend=None,
   Tensor? mask_blocks=None, bool mask_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+fa::attention_jvp(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? query_t,
+  Tensor? key_t, Tensor? value_t, Tensor? attn_mask_t, Tensor? sinks_t, Tensor? grad_out,
+  Tensor? attn_mask=None, float dropout_p=0., bool is_causal=False, *, float? scale=None,
+  SymInt window_left=-1, SymInt window_right=-1, float softcap=0., Tensor? alibi_slopes=None,
+  Tensor? sinks=None, Tensor? kv_lens=None, Tensor? key_ranges=None, Tensor? dropout_seed=None,
+  bool deterministic=False, str? backend=None, Tensor? mask_blocks=None) -> (Tensor, Tensor,
+  Tensor)
+fa::attention_backward_jvp(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key,
+  Tensor value, Tensor out, Tensor lse, Tensor? query_t, Tensor? key_t, Tensor? value_t,
+  Tensor? attn_mask_t, Tensor? sinks_t, Tensor? grad_out_t, Tensor? grad_lse_t, Tensor out_t,
+  Tensor lse_t, Tensor? grad_dot, Tensor? attn_mask=None, float dropout_p=0.,
+  bool is_causal=False, *, float? scale=None, SymInt window_left=-1, SymInt window_right=-1,
+  float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? kv_lens=None,
+  Tensor? key_ranges=None, Tensor? dropout_seed=None, bool deterministic=False, str? backend=None,
+  Tensor? mask_blocks=None, bool mask_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 fa::attention_averaging_rows(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None,
   float dropout_p=0., bool is_causal=False, *, float? scale=None, SymInt window_left=-1,
   SymInt window_right=-1, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None,
@@ -63,6 +78,21 @@ fa::attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, T
   *, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.,
   Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? kv_lens=None, Tensor? dropout_seed=None,
   bool deterministic=False, str? backend=None) -> (Tensor, Tensor, Tensor, Tensor)
+fa::attention_varlen_jvp(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
+  Tensor? query_t, Tensor? key_t, Tensor? value_t, Tensor? sinks_t, Tensor? grad_out,
+  Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None,
+  float dropout_p=0., bool is_causal=False, *, float? scale=None, SymInt window_left=-1,
+  SymInt window_right=-1, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None,
+  Tensor? kv_lens=None, Tensor? dropout_seed=None, bool deterministic=False,
+  str? backend=None) -> (Tensor, Tensor, Tensor)
+fa::attention_varlen_backward_jvp(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key,
+  Tensor value, Tensor out, Tensor lse, Tensor? query_t, Tensor? key_t, Tensor? value_t,
+  Tensor? sinks_t, Tensor? grad_out_t, Tensor? grad_lse_t, Tensor out_t, Tensor lse_t,
+  Tensor? grad_dot, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt? max_seqlen_q=None,
+  SymInt? max_seqlen_k=None, float dropout_p=0., bool is_causal=False, *, float? scale=None,
+  SymInt window_left=-1, SymInt window_right=-1, float softcap=0., Tensor? alibi_slopes=None,
+  Tensor? sinks=None, Tensor? kv_lens=None, Tensor? dropout_seed=None, bool deterministic=False,
+  str? backend=None) -> (Tensor, Tensor, Tensor, Tensor)
 fa::attention_with_kv_cache(Tensor query, Tensor key_cache, Tensor value_cache, Tensor kv_lens,
   Tensor? page_table=None, bool is_causal=False, *, float? scale=None, SymInt window_left=-1,
   SymInt window_right=-1, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None,

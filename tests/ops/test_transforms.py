@@ -1,10 +1,10 @@
-"""torch.func: grad, vmap and their compositions are exact; what has no rule raises."""
+"""torch.func: grad, vmap and their compositions are exact."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.func import grad, jacrev, vjp, vmap
 
 import fa_ops
 from fa_ops.ops import dense, merge, varlen
@@ -257,64 +257,3 @@ def test_compiled_grad_of_vmap():
 
     x = torch.randn(N, *q.shape)
     assert_same(torch.compile(grad(loss), backend="aot_eager", fullgraph=True)(x), grad(loss)(x))
-
-
-def forward_mode(operator, args, options):
-    q = args[0].detach()
-    return jvp(lambda q: operator(q, *args[1:], **options), (q,), (torch.ones_like(q),))
-
-
-@pytest.mark.parametrize("operator", [dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN])
-def test_jvp_raises(operator):
-    call = packed_call if operator is varlen.VARLEN else dense_call
-    args, options = call(CASES["plain"])
-    with pytest.raises(NotImplementedError, match="forward-mode"):
-        forward_mode(operator, args, options)
-    with pytest.raises(NotImplementedError, match="forward-mode"):  # through the gradient as well
-        inner = lambda q: grad(lambda q: _first(operator(q, *args[1:], **options)).sum())(q)  # noqa: E731
-        jvp(inner, (args[0],), (torch.ones_like(args[0]),))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
-        q = torch.autograd.forward_ad.make_dual(args[0], torch.ones_like(args[0]))
-        operator(q, *args[1:], **options)
-
-
-def test_jvp_of_the_function_and_of_merge_raises():
-    q = torch.randn(1, 2, 3, 4)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
-        fa_ops.attention(torch.autograd.forward_ad.make_dual(q, q), q, q)
-    with pytest.raises(NotImplementedError, match="merge_states"):
-        jvp(lambda o: merge.MERGE(o, o[..., 0]), (q,), (q,))
-
-
-@pytest.mark.parametrize("operator", [dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN])
-def test_jvp_of_alibi_slopes_raises(operator):
-    """Not a tangent of 0."""
-    args, options = (packed_call if operator is varlen.VARLEN else dense_call)(CASES["plain"])
-    slopes = torch.ones(args[0].shape[1])
-    with pytest.raises(NotImplementedError, match="forward-mode"):
-        jvp(lambda x: operator(*args, **options, alibi_slopes=x), (slopes,), (slopes,))
-
-
-def _first(result):
-    return result if isinstance(result, torch.Tensor) else result[0]
-
-
-@pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask", "sinks"])
-def test_double_backward_raises(argument):
-    name = "float mask" if argument == "attn_mask" else "positions"
-    tensors, plain = dense_arguments(name)
-    x = tensors.pop(argument).requires_grad_()
-    out = dense.ATTENTION(**{argument: x}, **tensors, **plain)
-    (first,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward"):
-        torch.autograd.grad(first.sum(), x)
-    loss = lambda x: dense.ATTENTION(**{argument: x}, **tensors, **plain).sin().sum()  # noqa: E731
-    with pytest.raises(NotImplementedError, match="double backward"):
-        grad(lambda x: grad(loss)(x).sum())(x.detach())
-
-
-def test_varlen_double_backward_raises():
-    (q, *rest), options = packed_call(CASES["positions"])
-    loss = lambda q: varlen.VARLEN(q, *rest, **options)[0].sin().sum()  # noqa: E731
-    with pytest.raises(NotImplementedError, match="double backward"):
-        grad(lambda q: grad(loss)(q).sum())(q)

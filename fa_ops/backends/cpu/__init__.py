@@ -8,7 +8,13 @@ from torch import Tensor
 from fa_ops.backends.cpu import torch_kernel
 from fa_ops.backends.cpu.dense import backward, forward
 from fa_ops.backends.cpu.quantized import quantized_forward
-from fa_ops.backends.cpu.sequences import append, cache_forward, varlen_backward, varlen_forward
+from fa_ops.backends.cpu.sequences import (
+    append,
+    cache_forward,
+    tangents_of,
+    varlen_backward,
+    varlen_forward,
+)
 from fa_ops.backends.mask_blocks import mask_blocks  # noqa: F401 - for fa::mask_blocks
 from fa_ops.call.call import Call, Plan, Run, append_then_attend, general, general_plan
 from fa_ops.call.options import dtype_name
@@ -37,7 +43,8 @@ def plan(call: Call) -> Plan:
 
 def _reader_plan(call: Call) -> Plan:
     """The plan of calls that write nothing."""
-    whole = general_plan(call, forward, backward, varlen_forward, varlen_backward, cache_forward)
+    functions = forward, backward, varlen_forward, varlen_backward, cache_forward, tangents_of
+    whole = general_plan(call, *functions)
     return Plan(whole.kernel, lambda call: torch_kernel.prepare(call, whole.prepare(call)))
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends import rotary
-from fa_ops.backends.cpu import dense, scores
-from fa_ops.call.call import Call, Saved
+from fa_ops.backends.cpu import dense, scores, tangents
+from fa_ops.call.call import Call, Saved, Tangents
 from fa_ops.call.options import Gradients, Operands
 
 # Packed sequences on CPU: one dense call per group of adjacent sequences of equal lengths.
@@ -39,13 +39,25 @@ class Batch(NamedTuple):
 
     def call(self, call: Call) -> Call:
         """The dense call of these sequences, or its backward pass."""
-        saved, q, k, v = call.saved, call.query, call.key, call.value
-        if saved is not None:
-            grad_lse = None if saved.grad_lse is None else self.dense_lse(saved.grad_lse)
-            grad_out, out = (self.dense(x, self.queries) for x in (saved.grad_out, saved.out))
-            saved = Saved(grad_out, grad_lse, out, self.dense_lse(saved.lse))
+        q, k, v = call[:3]
         tensors = self.dense(q, self.queries), self.dense(k, self.keys), self.dense(v, self.keys)
-        return call.rows(slice(self.b, self.b + self.size), *tensors, saved)
+        saved, tangents = self._rows(call.saved), self._rows(call.tangents)
+        return call.rows(slice(self.b, self.b + self.size), *tensors, saved, tangents)
+
+    def _rows(self, tensors: Saved | Tangents | None) -> Saved | Tangents | None:
+        """The tensors of these sequences."""
+        if tensors is None:
+            return None
+        dense = {}
+        for name, x in tensors._asdict().items():
+            if isinstance(x, Tensor) and name in ("lse", "grad_lse", "grad_dot"):
+                dense[name] = self.dense_lse(x)
+            elif isinstance(x, Tensor) and name != "sinks":
+                dense[name] = self.dense(x, self.keys if name in _OF_KEYS else self.queries)
+        return tensors._replace(**dense)
+
+
+_OF_KEYS = ("key", "value")
 
 
 def batches(ends_q: list[int], ends_k: list[int]) -> Iterator[Batch]:
@@ -91,8 +103,13 @@ def varlen_forward(call: Call) -> tuple[Tensor, Tensor]:
 
 def varlen_backward(call: Call) -> Gradients:
     """Gradients of packed q, k and v, and of sinks."""
+    return _summed(call, dense.backward, call.saved.grad_lse)
+
+
+def _summed(call: Call, backward: Callable, grad_lse: Tensor | None) -> Gradients:
+    """The gradients of all sequences, or their tangents, which are linear in `grad_lse`."""
     dq, dk, dv = (torch.zeros_like(x) for x in call[:3])
-    sinks, grad_lse, dsinks = call.operands.sinks, call.saved.grad_lse, None
+    sinks, dsinks = call.operands.sinks, None
     if sinks is not None:
         dsinks = torch.zeros(call.query.shape[1], dtype=call.saved.lse.dtype)
         call = call.changed(sinks=sinks.to(dsinks.dtype))
@@ -101,13 +118,41 @@ def varlen_backward(call: Call) -> Gradients:
             if dsinks is not None and grad_lse is not None:
                 dsinks += batch.dense_lse(grad_lse).sum((0, 2))
             continue
-        grads = dense.backward(batch.call(call), batch.b)
+        grads = backward(batch.call(call), batch.b)
         batch.dense(dq, batch.queries).copy_(grads.query)
         batch.dense(dk, batch.keys).copy_(grads.key)
         batch.dense(dv, batch.keys).copy_(grads.value)
         if dsinks is not None:
             dsinks += grads.sinks
     return Gradients(dq, dk, dv, sinks=None if dsinks is None else dsinks.to(sinks.dtype))
+
+
+def tangents_of(call: Call) -> tuple | Gradients:
+    """Tangents of out and lse, or of gradients, of a dense or a packed call."""
+    if not call.is_packed:
+        return tangents.backward_jvp(call) if call.is_backward else tangents.jvp(call)
+    return _varlen_backward_jvp(call) if call.is_backward else _varlen_jvp(call)
+
+
+def _varlen_jvp(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    saved, of_sinks = call.saved, call.tangents.sinks
+    of_out, of_lse = torch.zeros_like(saved.out), torch.zeros_like(saved.lse)
+    dot = None if saved.grad_out is None else torch.zeros_like(saved.lse)
+    for batch in _batches(call):
+        if batch.keys.start == batch.keys.stop:
+            if of_sinks is not None:
+                of_lse[:, batch.queries] = of_sinks.to(of_lse.dtype).view(-1, 1)
+            continue
+        o, m, products = tangents.jvp(batch.call(call), batch.b)
+        batch.dense(of_out, batch.queries).copy_(o)
+        batch.dense_lse(of_lse).copy_(m)
+        if dot is not None:
+            batch.dense_lse(dot).copy_(products)
+    return of_out, of_lse, dot
+
+
+def _varlen_backward_jvp(call: Call) -> Gradients:
+    return _summed(call, tangents.backward_jvp, call.tangents.grad_lse)
 
 
 # Attention over a key-value cache on CPU: append, gather, then dense attention.

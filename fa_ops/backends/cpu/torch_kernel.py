@@ -41,7 +41,8 @@ def prepare(call: Call, otherwise: Run) -> Run:
     """What runs calls of this geometry; `otherwise` runs any."""
     t, o, (q, k, v) = call.operands, call.options, call[:3]
     is_unknown = (
-        o.softcap != 0.0
+        call.tangents is not None
+        or o.softcap != 0.0
         or o.dropout_p != 0.0
         or call.scale <= 0
         or t.alibi_slopes is not None

@@ -82,6 +82,8 @@ def supports(call: Call) -> str | None:
     signature = call.signature
     if call.is_programmed:
         return f"does not run programs of score_mod and mask_mod yet; {_ALTERNATIVE_OF_PROGRAMS}"
+    if call.tangents is not None:
+        return f"has no kernels for tangents; {_ALTERNATIVE}"
     if signature is QUANTIZED:
         return _quantized_error(call)
     if signature is QUANTIZED_PACKED:

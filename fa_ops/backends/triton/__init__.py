@@ -60,6 +60,8 @@ def supports(call: Call) -> str | None:
         return cache_error(call)
     if call.is_quantized:
         return _quantized_error(call)
+    if call.tangents is not None:
+        return "has no kernels for tangents; the reference backend can run it"
     return interpreter_error(call.query) or support_error(call) or _backward_error(call)
 
 

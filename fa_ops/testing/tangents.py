@@ -1,0 +1,132 @@
+"""Tangents of results and of gradients: the error budget against the oracle, and two identities."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends import reference
+from fa_ops.call.call import Call, Saved, Tangents
+from fa_ops.call.options import Gradients
+from fa_ops.testing.budget import by_operator, naive
+from fa_ops.testing.inputs import Case, PackedCase
+
+FLOORS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def by_derivative(call: Call) -> tuple[Tensor, ...]:
+    """The results of the operator of a call with tangents."""
+    from fa_ops.ops import dense, varlen  # fa_ops.testing may depend on types and reference only
+    from fa_ops.ops.schemas import call_by_name
+
+    operators = (varlen if call.is_packed else dense).OPERATORS
+    given = dict(zip(("query", "key", "value"), call[:3])) | call.saved._asdict()
+    given |= {n if n == "grad_dot" else f"{n}_t": t for n, t in call.tangents._asdict().items()}
+    given |= call.operands._asdict() | call.options._asdict()
+    schema = operators.backward_jvp if call.is_backward else operators.jvp
+    return call_by_name(schema.operator, given)
+
+
+def drawn_tangents(call: Call, seed: int = 0) -> Tangents:
+    """Normal numbers for the tangents of query, key, value, a float mask and sinks."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(x: Tensor | None) -> Tensor | None:
+        if x is None or not x.dtype.is_floating_point:
+            return None
+        return torch.randn(x.shape, generator=random, dtype=torch.float64).to(x)
+
+    return Tangents(*map(draw, (*call[:3], call.operands.attn_mask, call.operands.sinks)))
+
+
+def with_saved(call: Call, seed: int = 1) -> Call:
+    """The call with the results of its forward pass, and drawn gradients of them."""
+    out, lse = by_operator(call)
+    random = torch.Generator().manual_seed(seed)
+    grads = [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in (out, lse)]
+    mask = call.operands.attn_mask
+    mask_grad = mask is not None and mask.dtype.is_floating_point
+    return call._replace(saved=Saved(*grads, out, lse, mask_grad))
+
+
+def derivatives(call: Call, t: Tangents, y_t: tuple | None) -> tuple[tuple, Gradients]:
+    """Tangents of the results by the operator, and with these those of the gradients."""
+    found = by_derivative(call._replace(tangents=t))
+    # with tangents of y as jvp of grad does, without them as a double backward
+    dot = None if y_t is not None else found[2]
+    t = t._replace(out=found[0], lse=found[1], grad_dot=dot)
+    t = t if y_t is None else t._replace(grad_out=y_t[0], grad_lse=y_t[1])
+    grads = by_derivative(call._replace(tangents=t))
+    return found, Gradients(*grads[:3], None if call.is_packed else grads[3], grads[-1])
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """The relative error in the Frobenius norm, of numbers that may all be 0 but for rounding."""
+    expected = expected.double()
+    return (actual.double() - expected).norm().item() / max(expected.norm().item(), 0.1)
+
+
+def assert_tangents_close(case: Case | PackedCase, backend: str) -> None:
+    """Compare tangents of a case, by the named backend, with the oracle.
+
+    Raises:
+        AssertionError: the relative error of a result is more than twice that of dense code in the
+            case's dtype, or of its rounding; the message is the case's repr and the result's name.
+    """
+    call = with_saved(case.fresh().changed(backend=backend))
+    t, attend = drawn_tangents(call), naive
+    if call.is_packed:
+        attend = functools.partial(reference.varlen, attend=naive)
+    y_t = drawn_tangents(call._replace(query=call.saved.out, key=call.saved.lse), 2)[:2]
+    y_t = y_t[0], y_t[1].masked_fill(call.saved.lse == float("-inf"), 0.0)
+    for along in (None, y_t):
+        results = derivatives(call, t, along)
+        asked = t._replace(grad_out=along[0], grad_lse=along[1]) if along else t
+        for actual, names, of in zip(
+            results, (("out", "lse", "grad_dot"), Gradients._fields), (t, _of_backward(call, asked))
+        ):
+            whole = call._replace(tangents=of)
+            oracle, baseline = reference.tangents(whole), reference.tangents(whole, attend)
+            for name, x, exact, rough in zip(names, actual, oracle, baseline):
+                if exact is None:
+                    continue
+                limit = 2 * error(rough, exact) + FLOORS[call.query.dtype]
+                found = error(x, exact)
+                assert found <= limit, f"{case}: tangent of {name}: {found:.2e} over {limit:.2e}"
+    if case_dtype(case) == torch.float64:
+        _assert_identities(case, call, t)
+
+
+def case_dtype(case: Case | PackedCase) -> torch.dtype:
+    """The dtype of a case, or of the features of a packed one."""
+    return getattr(case, "features", case).dtype
+
+
+def _of_backward(call: Call, t: Tangents) -> Tangents:
+    return t._replace(out=call.saved.out, lse=call.saved.lse)  # which the oracle does not read
+
+
+def _assert_identities(case: object, call: Call, t: Tangents) -> None:
+    """<y, jvp(x; t)> = <backward(x; y), t>; <w, H t> = <t, H w>, H the Hessian of <y, results>."""
+    w = drawn_tangents(call, 3)
+    (out_t, lse_t, _), of_t = derivatives(call, t, None)
+    _, of_w = derivatives(call, w, None)
+    still = torch.zeros_like
+    y = call.saved[:2]
+    zero = Tangents(*(None if x is None else still(x) for x in t))
+    _, grads = derivatives(call, zero, y)  # linear in y: those of y itself
+    _assert_equal(f"{case}: jvp and backward", _inner(y, (out_t, lse_t)), _inner(grads, t))
+    _assert_equal(f"{case}: symmetry", _inner(of_t, w), _inner(of_w, t))
+
+
+def _inner(a: tuple, b: tuple) -> tuple[float, float]:
+    """The sum of products of tensors, and of their absolute values."""
+    pairs = [(x * y).double() for x, y in zip(a, b) if x is not None and y is not None]
+    return sum(p.sum().item() for p in pairs), sum(p.abs().sum().item() for p in pairs)
+
+
+def _assert_equal(name: str, a: tuple[float, float], b: tuple[float, float]) -> None:
+    size = max(a[1], b[1], 1e-30)
+    assert abs(a[0] - b[0]) <= 1e-10 * size, f"{name}: {a[0]!r} and {b[0]!r}"
