@@ -389,6 +389,14 @@ static_assert(!SPECULATES_MAX || (SCORES / 2 << RESCALE_THRESHOLD) < MAX_PARTIAL
 // each block of the tile.
 constexpr bool SKIPS_BLOCKS = !HAS_HELPERS;
 
+// With a softcap and nothing that changes scores after it, the softmax computes tanh of small scores on its way
+// to the exponents, where its last product costs nothing.
+#if HAS_SOFTCAP
+constexpr bool CAPS_IN_SOFTMAX = !HAS_ALIBI && !BIAS_BITS;
+#else
+constexpr bool CAPS_IN_SOFTMAX = false;
+#endif
+
 // The address of the `i`-th 16 bytes of a column of keys or values.
 DEVICE u32 kv_address(u32 base, int columns, int column, int i) {
   if (!WHOLE_ROWS) return base + column * BLOCK_N * 128 + i * 16;
@@ -417,6 +425,7 @@ struct ForwardConsumer {
   u32 existing_copies;        // one bit for each copy of the block, set if its page exists
   u32 current;                // with SKIPS_TILES: the word that the producer published for this step
   bool max_is_uninitialised;  // in some row of this warp; then the next step must not speculate
+  bool is_uncapped;           // with CAPS_IN_SOFTMAX: the scores are small, and still products
 #if HAS_ALIBI
   AlibiRows alibi;
 #endif
@@ -474,10 +483,32 @@ struct ForwardConsumer {
   }
 #endif
 
+  template <int ROW> DEVICE bool update_max() {
+#if HAS_SOFTCAP
+    if (CAPS_IN_SOFTMAX && is_uncapped) {
+      const float x = softmax.largest<ROW>(s);
+      return softmax.move_max<ROW>(x * SmallTanh(p.tanh_scale, 1.f).factor(x), p.scale_log2);
+    }
+#endif
+    return softmax.update_max<ROW>(s, p.scale_log2);
+  }
+  template <int ROW> DEVICE float exponentiate() {
+#if HAS_SOFTCAP
+    if (CAPS_IN_SOFTMAX && is_uncapped)
+      return softmax.exponentiate_capped<ROW>(s, SmallTanh(p.tanh_scale, p.scale_log2),
+                                                       p.scale_log2);
+#endif
+    return softmax.exponentiate<ROW>(s, p.scale_log2);
+  }
+
   // All operations between the product of the scores and the softmax.
   DEVICE void modify_scores(int block, const BlockRange& n) {
 #if HAS_SOFTCAP
-    softcap_scores(s, p.tanh_scale);
+    is_uncapped = CAPS_IN_SOFTMAX && are_small(s, p.tanh_scale);
+    if (!CAPS_IN_SOFTMAX) softcap_scores(s, p.tanh_scale);
+    else if (!is_uncapped)
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) s[i] = softcap_tanh(s[i] * p.tanh_scale);
 #endif
 #if HAS_ALIBI
     const AlibiBlock x = alibi.block(column(block, 0));
@@ -655,9 +686,9 @@ struct ForwardConsumer {
     if (__any_sync(~0u, largest > MAX_INVERTIBLE_SUM)) {
       recompute_scores(slot);
       modify_scores(block, n);
-      softmax.update_max<0>(s, p.scale_log2), softmax.update_max<1>(s, p.scale_log2);
-      partial0 = softmax.exponentiate<0>(s, p.scale_log2),
-      partial1 = softmax.exponentiate<1>(s, p.scale_log2);
+      update_max<0>(), update_max<1>();
+      partial0 = exponentiate<0>(),
+      partial1 = exponentiate<1>();
     } else {
       softmax.lower_weights<0>(s, p.scale_log2, partial0),
           softmax.lower_weights<1>(s, p.scale_log2, partial1);
@@ -691,10 +722,10 @@ struct ForwardConsumer {
     if (!SPECULATES_MAX) release_keys(slot, SKIPS_TILES ? step_is_last(current) : block == n.begin);
     modify_scores(block, n);
     const bool compares = !SPECULATES_MAX || max_is_uninitialised;
-    bool max_moved = compares && softmax.update_max<0>(s, p.scale_log2);
-    float partial0 = softmax.exponentiate<0>(s, p.scale_log2);
+    bool max_moved = compares && update_max<0>();
+    float partial0 = exponentiate<0>();
     drop<0>(block);
-    if (compares) max_moved |= softmax.update_max<1>(s, p.scale_log2);
+    if (compares) max_moved |= update_max<1>();
     softmax.fence();
     fence_operand(s);
     if (SKIPS_TILES ? !step_is_last(current) : block > n.begin)
@@ -702,7 +733,7 @@ struct ForwardConsumer {
     wgmma_wait<0>();
     fence_operand(o);
     release_values();
-    float partial1 = softmax.exponentiate<1>(s, p.scale_log2);
+    float partial1 = exponentiate<1>();
     drop<1>(block);
     if (SPECULATES_MAX) {
       max_moved |= correct_speculation(slot, block, n, partial0, partial1);
@@ -752,9 +783,9 @@ struct ForwardConsumer {
     release_keys(k.stage, SKIPS_TILES ? step_is_last(current) : n.end - 1 == n.begin);
     k.next();
     modify_scores(n.end - 1, n);
-    softmax.update_max<0>(s, p.scale_log2), softmax.update_max<1>(s, p.scale_log2);
+    update_max<0>(), update_max<1>();
     if (SPECULATES_MAX) max_is_uninitialised = softmax.has_uninitialised_max();
-    softmax.add_sums(softmax.exponentiate<0>(s, p.scale_log2), softmax.exponentiate<1>(s, p.scale_log2));
+    softmax.add_sums(exponentiate<0>(), exponentiate<1>());
     drop<0>(n.end - 1), drop<1>(n.end - 1);
     pack_weights();
 #if SKIPS_TILES

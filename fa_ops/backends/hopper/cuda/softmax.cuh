@@ -22,15 +22,23 @@ template <int SCORES> struct Softmax {
   // Returns whether it moved in a row of this warp. Each of the row's four lanes tests its own scores, and
   // they exchange maxima only if a lane of the warp found a large one.
   template <int ROW> DEVICE bool update_max(const float (&s)[SCORES], float scale_log2) {
-    float& row_max = ROW ? max1 : max0;
-    float& rescale = ROW ? rescale1 : rescale0;
+    return move_max<ROW>(largest<ROW>(s), scale_log2);
+  }
+
+  // The largest score of this thread's part of a row.
+  template <int ROW> static DEVICE float largest(const float (&s)[SCORES]) {
     float found[4];  // four maxima, so that comparisons do not form one chain
 #pragma unroll
     for (int i = 0; i < SCORES / 4; i++) {
       const float pair = fmaxf(s[4 * i + 2 * ROW], s[4 * i + 2 * ROW + 1]);
       found[i % 4] = i < 4 ? pair : fmaxf(found[i % 4], pair);
     }
-    float x = fmaxf(fmaxf(found[0], found[1]), fmaxf(found[2], found[3]));
+    return fmaxf(fmaxf(found[0], found[1]), fmaxf(found[2], found[3]));
+  }
+
+  template <int ROW> DEVICE bool move_max(float x, float scale_log2) {
+    float& row_max = ROW ? max1 : max0;
+    float& rescale = ROW ? rescale1 : rescale0;
     rescale = 1.f;
     const bool moves = __any_sync(~0u, (x - row_max) * scale_log2 > RESCALE_THRESHOLD);
     if (moves) {
@@ -59,6 +67,22 @@ template <int SCORES> struct Softmax {
     }
     return sum;
   }
+
+#if HAS_SOFTCAP
+  // The same of scores that are still products of queries and keys, all of them small.
+  template <int ROW> DEVICE float exponentiate_capped(float (&s)[SCORES], const SmallTanh& capped,
+                                                      float scale_log2) {
+    const float n = -(ROW ? max1 : max0) * scale_log2;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 2 * ROW; i < SCORES; i += 4) {
+      s[i] = exp2_fast(fmaf(s[i], capped.factor(s[i]), n));
+      s[i + 1] = exp2_fast(fmaf(s[i + 1], capped.factor(s[i + 1]), n));
+      sum += s[i] + s[i + 1];
+    }
+    return sum;
+  }
+#endif
 
   DEVICE void add_sums(float partial0, float partial1) { sum0 += partial0, sum1 += partial1; }
   DEVICE void rescale_sums() { sum0 *= rescale0, sum1 *= rescale1; }
