@@ -204,8 +204,9 @@ def run_float32(backend: str, first: int, step: int) -> int:
     module, calls = functions_of(backend), 0
     ends = torch.tensor([5, 5, 122, 155], device="cuda", dtype=torch.int32)
     packing, plain = Packing(ends, ends), {"mask": None, "mask_grad": False, "key_ranges": None}
-    configs.is_small = lambda scores, head_dim: False
     for number in range(first, CASES, step):
+        mode = "loaded" if number // 2 % 2 else "split"
+        configs.float32_products = lambda *call, mode=mode: mode
         D, is_packed = (64, 32, 128, 40, 16)[number % 5], number % 2 > 0
         options = {"D": D, "Dv": D, "dtype": torch.float32, "device": "cuda"}
         options |= plain | {"B": 1, "Sq": 160, "Sk": 160} if is_packed else {"kv_lens": False}

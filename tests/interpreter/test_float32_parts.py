@@ -10,6 +10,7 @@ import triton.language as tl
 from fa_ops.backends.triton import configs, launch
 from fa_ops.backends.triton import matrix_products as P
 from fa_ops.backends.triton.matrix_products import in_parts, products
+from fa_ops.call.options import Options
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
@@ -83,28 +84,29 @@ def test_every_element_of_each_tensor(packed, D, Dv, strided):
 
 
 @triton.jit
-def product_kernel(out, x, y, SIZE: tl.constexpr):
+def product_kernel(out, x, y, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x, y = P.parts(tl.load(x + at), None, "split"), P.parts(tl.load(y + at), None, "split")
-    tl.store(out + at, P.product(x, P.transposed(y), None, "split"))
+    x, y = P.parts(tl.load(x + at), None, PRECISION), P.parts(tl.load(y + at), None, PRECISION)
+    tl.store(out + at, P.product(x, P.transposed(y), None, PRECISION))
 
 
-def test_products_are_those_of_float32():
+@pytest.mark.parametrize("mode", ["split", "loaded"])
+def test_products_are_those_of_float32(mode):
     generator = torch.Generator().manual_seed(2)
     x, y = (torch.randn(64, 64, generator=generator) for _ in range(2))
     out = torch.empty(64, 64)
-    product_kernel[(1,)](out, x, y, 64)
+    product_kernel[(1,)](out, x, y, 64, mode)
     exact, size = x.double() @ y.double().T, x.double().abs() @ y.double().abs().T
     assert ((out - exact).abs() / size).max().item() < 2.0**-22
 
 
-def test_who_takes_parts(monkeypatch, real_is_small):
-    monkeypatch.setattr(configs, "is_small", real_is_small)
+def test_who_takes_parts(monkeypatch, real_float32_products):
+    monkeypatch.setattr(configs, "float32_products", real_float32_products)
     many, q = 1 << 30, torch.empty(1)
 
-    def mode(arch=90, q=q, scores=many, D=64, Dv=64, softcap=0.0):
+    def mode(arch=90, q=q, scores=many, rows=1024, D=64, Dv=64, backward=False, **options):
         monkeypatch.setattr(P, "architecture", lambda device: arch)
-        return products(q, scores, D, Dv, softcap)
+        return products(q, scores, rows, (D, Dv), Options(**options), backward)
 
     assert [a for a in (75, 80, 86, 87, 89, 90, 100, 103, 120) if mode(a) == "split"] == [
         80, 90, 100, 103,
@@ -113,15 +115,23 @@ def test_who_takes_parts(monkeypatch, real_is_small):
     for options in (
         {"q": q.half()}, {"D": 129}, {"D": 16, "Dv": 192}, {"softcap": 0.25},
     ):  # fmt: skip
-        assert mode(**options) == "ieee", options
+        assert mode(**options) == mode(rows=1, **options) == "ieee", options
     monkeypatch.setattr(P, "precision", lambda dtype: "tf32")
     assert mode() == "tf32"
 
 
-def test_small_calls_take_the_ordinary_units(monkeypatch, real_is_small):
+def test_few_rows_are_divided_as_they_are_loaded(real_float32_products):
     """The rows of the H200 that the rule was made from: (heads, tokens, features)."""
-    assert all(real_is_small(H * S * S, D) for H, S, D in ((8, 512, 32), (8, 128, 128)))
-    assert not any(real_is_small(H * S * S, D) for H, S, D in ((8, 1024, 64), (8, 512, 128)))
-    monkeypatch.setattr(configs, "is_small", real_is_small)
-    assert products(torch.empty(1), 8 * 512 * 512, 32, 32, 0.0) == "ieee"
-    assert products(torch.empty(1), 8 * 1024 * 1024, 64, 64, 0.0) == "split"
+
+    def mode(H, S, D, is_causal=False, backward=False, arch=90):
+        return real_float32_products(arch, H * S * S, S, D, is_causal, backward)
+
+    for H, S, D in ((8, 512, 32), (8, 128, 128)):
+        assert mode(H, S, D) == "loaded" and mode(H, S, D, arch=80) == "ieee"
+    for H, S, D in ((8, 1024, 64), (8, 512, 128), (2048, 257, 64)):
+        assert mode(H, S, D) == mode(H, S, D, arch=80) == "split"
+    assert mode(2048, 256, 64) == mode(1024, 512, 64, is_causal=True) == "loaded"
+    assert mode(1024, 513, 64, is_causal=True) == "split"
+    assert mode(4096, 128, 64, backward=True) == mode(1024, 256, 128, True, True) == "loaded"
+    assert mode(2048, 129, 64, backward=True) == mode(1024, 257, 128, True, True) == "split"
+    assert mode(2048, 128, 64, arch=80) == "split"

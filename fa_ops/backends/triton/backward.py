@@ -40,9 +40,15 @@ from fa_ops.backends.triton.matrix_products import (
     products,
     transposed,
 )
-from fa_ops.backends.triton.primitives import LOG2E, has_nonfinite, key_bounds, load_ranges
+from fa_ops.backends.triton.primitives import (
+    LOG2E,
+    has_nonfinite,
+    key_bounds,
+    load_ranges,
+    multiplies_parts,
+)
 from fa_ops.call.call import Call
-from fa_ops.call.options import ALIGNMENT, Gradients
+from fa_ops.call.options import ALIGNMENT, Gradients, Options
 
 
 @triton.jit
@@ -54,7 +60,7 @@ def tile_product(
     xt = load_row_parts(x, x_part, m0, x_stride, 0, Sq, width, BLOCK_M, BLOCK, True, PRECISION)
     yt = load_row_parts(y, y_part, n0, y_stride, 0, Sk, width, BLOCK_N, BLOCK, True, PRECISION)
     s = product(xt, transposed(yt), None, PRECISION)
-    if PRECISION == "split":  # noqa: SIM102  (a constexpr and a runtime condition)
+    if multiplies_parts(PRECISION):  # noqa: SIM102  (a constexpr and a runtime condition)
         if has_nonfinite(s):
             s = tile_product(
                 x, x_part, m0, x_stride, Sq, y, y_part, n0, y_stride, Sk, width, BLOCK_M, BLOCK_N,
@@ -203,14 +209,14 @@ class BackwardProblem(NamedTuple):
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Tensor, sizes: tuple,
-        dims: tuple[int, int], values: tuple, kind: Class, softcap: float,
+        dims: tuple[int, int], values: tuple, kind: Class, options: Options,
     ) -> BackwardProblem:  # fmt: skip
         """The problem of these tensors."""
-        batch, Hq, _, Sq, Sk = sizes
-        scores = batch * Hq * Sq * Sk  # packed sequences are taken for equally long ones
-        if values[-1] is not None:
-            scores //= max(batch, 1) ** 2
-        mode = products(q, scores, *dims, softcap)
+        batch, Hq, group, Sq, Sk = sizes
+        scores, rows = batch * Hq * Sq * Sk, max(group * Sq, Sk)
+        if values[-1] is not None:  # packed sequences are taken for equally long ones
+            scores, rows = scores // max(batch, 1) ** 2, rows // max(batch, 1)
+        mode = products(q, scores, rows, dims, options, True)
         operands = q, k, v, grad_out
         if mode == "split":
             operands = in_parts(*operands)
@@ -257,7 +263,7 @@ def backward(call: Call) -> Gradients:
     values, kind = arguments(call, B, Hq, Sq, Sk)
     problem = BackwardProblem.of(
         q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Sq, Sk), (D, Dv), (*values, None, None), kind,
-        call.options.softcap,
+        call.options,
     )  # fmt: skip
     *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
     dmask, dsinks, sinks = None, None, call.operands.sinks
@@ -282,7 +288,7 @@ def varlen_backward(call: Call) -> Gradients:
     values, kind = arguments(call, B, Hq, Tq, Tk)
     problem = BackwardProblem.of(
         q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Tq, Tk), (D, Dv), (*values, cu_q, cu_k), kind,
-        call.options.softcap,
+        call.options,
     )  # fmt: skip
     *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
     dsinks = None if t.sinks is None else _sinks_gradient(row_lse, row_delta, t.sinks)

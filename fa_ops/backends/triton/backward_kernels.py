@@ -90,7 +90,7 @@ def load_row_parts(
         return operand(x, y, z, PRECISION)
     else:
         x = load_rows(base, start, stride, low, high, width, ROWS, COLS, CHECK)
-        return x, x, x
+        return parts(x, x, PRECISION)
 
 
 @triton.jit

@@ -36,8 +36,9 @@ def forward_tile(
     `dtype` is that of the inputs, `mode` that of `matrix_products.product`.
     """
     width, family = padded(head_dim), _family(arch)
-    if mode == "split":
-        plain, other = _FORWARD_SPLIT[family][max(32, width)]
+    if mode in ("split", "loaded"):
+        table = _FORWARD_SPLIT[family] if mode == "split" else _FORWARD_LOADED
+        plain, other = table[max(32, width)]
         return other if kind.mask is not None or kind.slopes or kind.softcap else plain
     table = _FORWARD_FP32 if dtype == torch.float32 else _FORWARD[family]
     plain, other = table[max(64, width)]
@@ -105,16 +106,33 @@ _FORWARD_FP32 = {
     256: (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2)),
     512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-# Calls up to this size multiply float32 on the ordinary units: another launch and its allocations
-# take the host longer than parts save. Microseconds of B1 H8 on an H200, with the host's time,
-# ordinary units / parts: 59 / 79 for D32 S512 (2**26) and 225 / 84 for D64 S1024 (2**29), of whose
-# S512 (2**27) the ordinary units take 120. Rows of 16384 tokens are 2.4x to 8x as fast in parts.
+# How float32 is multiplied, see `matrix_products`. Calls of up to _SMALL scores times features take
+# no second launch: with its allocations it takes the host longer than parts save. Microseconds of
+# B1 H8 on an H200 for ordinary units, parts as they are loaded, and parts of a launch, without the
+# host's time: D32 S512 (2**26) 57, 29, 23; D64 S128 30, 12, 16.
 _SMALL = 1 << 26
+# Rows of queries of one head of keys up to which a kernel divides what it loads, on Hopper (causal
+# rows attend half). Parts as they are loaded, and of a launch, 16384 tokens, microseconds forward:
+# D64 full S128 421, 546; S256 726, 725; causal S512 767, 839; D128 full S256 694, 810; S512 1293,
+# 1239; causal S512 788, 917; S1024 1389, 1351. Backward: D64 S128 1319, 1394; S256 2249, 2053; D128
+# S256 2558, 2640; S512 4578, 4331.
+_LOADED_ROWS = 256
 
 
-def is_small(scores: int, head_dim: int) -> bool:
-    """Whether a float32 call with so many scores and features takes the ordinary units."""
-    return scores * head_dim <= _SMALL
+def float32_products(
+    arch: int, scores: int, rows: int, head_dim: int, is_causal: bool, backward: bool
+) -> str:
+    """How a call of so many scores multiplies float32 on a GPU with fast bfloat16: "ieee",
+    "loaded" or "split".
+
+    `rows`: queries of the heads that share a head of keys, in a backward pass the larger of it and
+    the number of keys; an average over packed sequences.
+    """
+    most = 128 if backward and head_dim <= 64 else _LOADED_ROWS
+    small = scores * head_dim <= _SMALL
+    if arch == 90 and (small or rows <= most * (1 + (is_causal and not backward))):
+        return "loaded"
+    return "ieee" if small else "split"
 
 
 # float32 in three parts of 16 bits, by width: (the plain tile, the tile with masks and biases).
@@ -132,6 +150,12 @@ _FORWARD_SPLIT = {
     },
 }
 _FORWARD_SPLIT["B200"] = _FORWARD_SPLIT["A100"]
+# The same on Hopper, of float32 that is divided as it is loaded.
+_FORWARD_LOADED = {
+    32: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)),
+    64: (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+    128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+}
 
 
 def quantized_tile(arch: int, head_dim: int) -> Tile:
@@ -250,6 +274,8 @@ _SPLIT = {
     },
 }
 
+_LOADED_NARROW = Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)  # with 168 registers they spill 576 bytes
+
 # Heads to 512 wide: (query_tile, that of dk, that of dv). dq and dk read from four tiles in shared
 # memory, of which Hopper's holds one stage; dv reads from three, and has two.
 _WIDE_HALF = {
@@ -263,7 +289,7 @@ _WIDE_SINGLE = Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)  # 128
 
 def divides(mode: str, head_dim: int) -> bool:
     """Whether the backward kernels need `matrix_products.divided`: 64 rows for eight warps."""
-    return head_dim > (64 if mode == "split" else 256)
+    return head_dim > (64 if mode in ("split", "loaded") else 256)
 
 
 def backward_tiles(
@@ -274,7 +300,9 @@ def backward_tiles(
 
     `head_dim` is the larger of D and Dv, `mode` that of `matrix_products.product`.
     """
-    if mode == "split":
+    if mode in ("split", "loaded"):
+        if mode == "loaded" and head_dim <= 32:
+            return _LOADED_NARROW
         return _SPLIT[90 if arch == 90 else 80][max(32, padded(head_dim))]
     size = max(padded(head_dim), 64).bit_length() - 7
     if dtype == torch.float32:

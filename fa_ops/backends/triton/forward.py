@@ -75,7 +75,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if needs_copies(layout, q.dtype, D, Dv):
         out, lse = forward(aligned(call))
         return narrowed(out, Dv), lse
-    mode = products(q, B * Hq * Sq * Sk, D, Dv, call.options.softcap)
+    mode = products(q, B * Hq * Sq * Sk, Sq * Hq // Hkv, (D, Dv), call.options, False)
     if mode == "split":
         q, k, v = in_parts(q, k, v)
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -126,7 +126,8 @@ def varlen_forward(call: Call) -> tuple[Tensor, Tensor]:
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
     B = cu_q.numel() - 1
     device, dtype = q.get_device(), q.dtype
-    mode = products(q, Hq * Tq * Tk // max(B, 1), D, Dv, call.options.softcap)
+    scores, rows = Hq * Tq * Tk // max(B, 1), Tq // max(B, 1) * Hq // Hkv
+    mode = products(q, scores, rows, (D, Dv), call.options, False)
     if mode == "split":
         q, k, v = in_parts(q, k, v)
         strides, layout = _packed_strides(q, k, v), Layout(aligned=True, wide=False)

@@ -2,12 +2,14 @@
 
 Operands are tuples: of one tensor three times, or of three bfloat16 tensors whose sum is a float32
 one. PRECISION says how: "ieee" and "tf32" as in tl.dot; "split" in such parts, by tensor cores,
-exact to float32's rounding; "joined" as float32 from parts in memory.
+exact to float32's rounding; "loaded" likewise, from float32 in memory, divided as it is loaded;
+"joined" as float32 from parts in memory.
 
 float32 tensors are divided into three bfloat16 tensors, whose products tensor cores compute. A
 float32 has 24 significant bits, a bfloat16 8: x is the sum of the nearest bfloat16, of the one
 nearest to the rest, and of the rest of that. Six of the nine products of parts give float32's. A
-kernel divides the tensors of a call once, because many programs load each tile.
+kernel divides the tensors of a call once where many programs load each tile; with few, the forward
+kernel divides what it loads.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from torch import Tensor
 from fa_ops.backends.triton import configs
 from fa_ops.backends.triton.arguments import Layout, padded, precision, widths
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
-from fa_ops.backends.triton.primitives import INLINE, load_rows
-from fa_ops.call.options import ALIGNMENT
+from fa_ops.backends.triton.primitives import INLINE, load_rows, multiplies_parts
+from fa_ops.call.options import ALIGNMENT, Options
 
 
 @triton.jit
@@ -41,13 +43,13 @@ def load_parts(
         return operand(x, y, z, PRECISION)
     else:
         x = load_rows(at, stride, first, last, width, ROWS, COLS, EDGE, EXACT)
-        return x, x, x
+        return parts(x, x, PRECISION)
 
 
 @triton.constexpr_function
 def exact_precision(precision):
     """The precision of rows that are recomputed: NaN and Inf have no parts."""
-    return "joined" if precision == "split" else precision
+    return {"split": "joined", "loaded": "ieee"}.get(precision, precision)
 
 
 @triton.jit
@@ -64,7 +66,7 @@ def rounded(x):
 @triton.jit
 def parts(x, like, PRECISION: tl.constexpr):
     """An operand of `product` from a tile that was computed, in float32 or the dtype of `like`."""
-    if PRECISION == "split":
+    if multiplies_parts(PRECISION):
         high = rounded(x)
         rest = x - high.to(tl.float32)
         middle = rounded(rest)
@@ -77,7 +79,7 @@ def parts(x, like, PRECISION: tl.constexpr):
 @triton.jit
 def joined(x, PRECISION: tl.constexpr):
     """The tensor that an operand stands for."""
-    if PRECISION == "split":
+    if multiplies_parts(PRECISION):
         return x[0].to(tl.float32) + (x[1].to(tl.float32) + x[2].to(tl.float32))
     else:
         return x[0]
@@ -119,7 +121,7 @@ def product(x, y, acc, PRECISION: tl.constexpr, never=False):
     Tensor cores truncate sums. So the small terms are added first, of which three, below 2**-26 of
     the product, are left out, and acc is added at last, in float32.
     """
-    if PRECISION == "split":
+    if multiplies_parts(PRECISION):
         s = divided(tl.dot(x[2], y[0]), never)
         s = divided(tl.dot(x[1], y[1], s), never)
         s = divided(tl.dot(x[1], y[0], s), never)
@@ -140,21 +142,23 @@ _WIDEST = 128  # heads whose parts fit shared memory
 _SMALL_SOFTCAP = 0.5  # errors of scores are divided by it
 
 
-def products(q: Tensor, scores: int, D: int, Dv: int, softcap: float) -> str:
-    """How the kernels multiply for that many scores: the PRECISION of `matrix_products.product`.
+def products(
+    q: Tensor, scores: int, rows: int, dims: tuple[int, int], options: Options, backward: bool
+) -> str:
+    """How the kernels multiply: the PRECISION of `product`.
 
-    Tensor cores are six times as fast with bfloat16 as the ordinary units with float32, and more,
-    on GPUs of data centres only. There, float32 is divided unless torch allows tf32, heads are
-    wide, the call is small, or a small softcap magnifies the errors of scores.
+    `rows` as in `configs.float32_products`. Tensor cores are six
+    times as fast with bfloat16 as the ordinary units with float32, and more, on GPUs of data
+    centres only. There, float32 is divided unless torch allows tf32, heads are wide, the call is
+    too small for it, or a small softcap magnifies the errors of scores.
     """
     mode = precision(q.dtype)
-    if q.dtype != torch.float32 or mode == "tf32" or max(D, Dv) > _WIDEST:
+    if q.dtype != torch.float32 or mode == "tf32" or max(dims) > _WIDEST:
         return mode
-    if configs.is_small(scores, max(D, Dv)) or 0.0 < softcap < _SMALL_SOFTCAP:
+    arch = architecture(q.device)
+    if 0.0 < options.softcap < _SMALL_SOFTCAP or not has_fast_parts(arch):
         return mode
-    if not has_fast_parts(architecture(q.device)):
-        return mode
-    return "split"
+    return configs.float32_products(arch, scores, rows, max(dims), options.is_causal, backward)
 
 
 def has_fast_parts(arch: int) -> bool:

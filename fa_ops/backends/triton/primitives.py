@@ -455,9 +455,15 @@ def is_masked(window_left, window_right, mask, ranges):
 
 
 @triton.constexpr_function
+def multiplies_parts(precision):
+    """Whether float32 is multiplied in parts, see `matrix_products`."""
+    return precision in ("split", "loaded")
+
+
+@triton.constexpr_function
 def may_redo(window_left, window_right, mask, ranges, precision):
     """Whether a tile with a NaN or Inf in its results may have to be recomputed."""
-    return precision == "split" or is_masked(window_left, window_right, mask, ranges)
+    return multiplies_parts(precision) or is_masked(window_left, window_right, mask, ranges)
 
 
 @triton.jit

@@ -243,10 +243,10 @@ def test_merge_into(D):
 DIMS = [(16, 16), (32, 32), (40, 24), (64, 64), (128, 128), (72, 128)]
 
 
-@pytest.fixture
-def in_parts(monkeypatch):
+@pytest.fixture(params=["split", "loaded"])
+def in_parts(monkeypatch, request):
     """Calls of every size are computed in parts on GPUs that have such kernels."""
-    monkeypatch.setattr(configs, "is_small", lambda scores, head_dim: False)
+    monkeypatch.setattr(configs, "float32_products", lambda *call: request.param)
 
 
 @pytest.mark.parametrize("seed", range(40))
