@@ -389,8 +389,8 @@ static_assert(!SPECULATES_MAX || (SCORES / 2 << RESCALE_THRESHOLD) < MAX_PARTIAL
 // each block of the tile.
 constexpr bool SKIPS_BLOCKS = !HAS_HELPERS;
 
-// With a softcap and nothing that changes scores after it, the softmax computes tanh of small scores on its way
-// to the exponents, where its last product costs nothing.
+// With a softcap and nothing that changes scores after it, the softmax computes tanh of small scores on its
+// way to the exponents, where its last product costs nothing.
 #if HAS_SOFTCAP
 constexpr bool CAPS_IN_SOFTMAX = !HAS_ALIBI && !BIAS_BITS;
 #else
