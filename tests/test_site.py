@@ -191,13 +191,26 @@ function wide(body, width) {
   }
   return beyond;
 }
+function unnamed(body) {  // scrolled tables whose first column is out of sight, or too wide
+  const found = [];
+  for (const table of body.querySelectorAll(".md-content table")) {
+    const cell = table.querySelector("td");
+    table.scrollLeft = table.scrollWidth;
+    const box = cell.getBoundingClientRect();
+    if (!table.scrollLeft) continue;
+    if (box.left < table.getBoundingClientRect().left - 1 || box.width > 0.5 * table.clientWidth)
+      found.push(cell.textContent.slice(0, 40));
+  }
+  return found;
+}
 (async () => {
   for (const page of pages) for (const width of widths) {
     frame.style.width = width + "px";
     await new Promise(done => { frame.onload = done; frame.src = page + "?" + width; });
     const root = frame.contentDocument.documentElement;
     (found[page] ??= {})[width] = {
-      height: root.scrollHeight, width: root.scrollWidth, beyond: wide(root, width)
+      height: root.scrollHeight, width: root.scrollWidth, beyond: wide(root, width),
+      unnamed: unnamed(root)
     };
   }
   document.getElementById("o").textContent = JSON.stringify(found);
@@ -253,6 +266,11 @@ def test_nothing_is_wider_than_a_phone(measured):
     wide = {page: at[str(PHONE)] for page, at in measured.items()}
     assert not {page: x["width"] for page, x in wide.items() if x["width"] > PHONE}
     assert not {page: x["beyond"] for page, x in wide.items() if x["beyond"]}
+
+
+def test_the_first_column_of_a_scrolled_table_stays_on_a_phone(measured):
+    found = {page: at[str(PHONE)]["unnamed"] for page, at in measured.items()}
+    assert not {page: tables for page, tables in found.items() if tables}
 
 
 def test_pages_are_short_by_an_estimate(site):
