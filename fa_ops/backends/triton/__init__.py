@@ -21,6 +21,7 @@ from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture, interpreter_error
 from fa_ops.backends.triton.masks import mask_blocks  # noqa: F401 - for fa::mask_blocks
 from fa_ops.backends.triton.merge import merge_into, merge_states  # noqa: F401 - for fa::merge_states
+from fa_ops.backends.triton.tangents import MAX_TANGENT_DIM, backward_jvp, jvp
 from fa_ops.call.call import (
     Call,
     Plan,
@@ -61,7 +62,7 @@ def supports(call: Call) -> str | None:
     if call.is_quantized:
         return _quantized_error(call)
     if call.tangents is not None:
-        return "has no kernels for tangents; the reference backend can run it"
+        return interpreter_error(call.query) or _tangents_error(call)
     return interpreter_error(call.query) or support_error(call) or _backward_error(call)
 
 
@@ -69,6 +70,10 @@ def plan(call: Call) -> Plan:
     """The plan of a call on this backend."""
     if call.is_quantized:
         return general("8-bit forward", quantized_forward)
+    if call.tangents is not None:
+        if call.is_backward:
+            return general("tangents of backward", backward_jvp)
+        return general("tangents", jvp)
     if call.is_backward:
         if call.is_packed:
             return general("backward", varlen_backward)
@@ -122,6 +127,22 @@ def _quantized_error(call: Call) -> str | None:
     dtypes = (*_DTYPES, torch.float8_e4m3fn)
     reason = architecture_error(call.query)
     return reason or support_error(call, dtypes, MAX_QUANTIZED_HEAD_DIM)
+
+
+def _tangents_error(call: Call) -> str | None:
+    """Why this backend cannot run a call with tangents, and what can."""
+    if reason := support_error(call, max_head_dim=MAX_TANGENT_DIM):
+        return reason
+    mask, saved = call.operands.attn_mask, call.saved
+    if not (call.options.deterministic and saved.mask_grad):
+        return None
+    full = (*call.query.shape[:3], call.key.shape[2])
+    if mask.shape == full:
+        return None
+    return (
+        "sums the tangent of the gradient of a broadcast attn_mask by atomics, which "
+        "deterministic=True excludes; the reference backend can run it"
+    )
 
 
 def _backward_error(call: Call) -> str | None:

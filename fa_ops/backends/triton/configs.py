@@ -325,6 +325,39 @@ def _generation(arch: int) -> int:
     return 86
 
 
+# Tiles of the kernels of tangents: of out, of dq, and of dk and dv, by GPU generation and width.
+# Not measured yet: four tiles of scores are alive at a time, beside the sums.
+_TANGENTS = {
+    80: {
+        64: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1)),
+        128: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
+        256: (Tile(64, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
+    },
+    86: {
+        64: (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
+        128: (Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        256: (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    },
+    90: {
+        64: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)),
+        128: (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+        256: (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    },
+}
+_TANGENTS[100] = _TANGENTS[80]
+_TANGENTS_SINGLE = {
+    64: (Tile(32, 32, 4, 1),) * 3,
+    128: (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    256: (Tile(16, 16, 8, 1),) * 3,
+}
+
+
+def tangent_tiles(arch: int, dtype: torch.dtype, head_dim: int) -> tuple[Tile, Tile, Tile]:
+    """Tiles of `tangent_kernel`, `second_query_kernel` and `second_key_kernel`."""
+    table = _TANGENTS_SINGLE if dtype == torch.float32 else _TANGENTS[_generation(arch)]
+    return table[max(64, padded(head_dim))]
+
+
 def mask_tile(dtype: torch.dtype, head_dim: int) -> Tile:
     """Tile of `mask_grad_kernel`: q, k, v and dO fill 64 KiB of shared memory, on every GPU."""
     width = padded(head_dim) * dtype.itemsize

@@ -256,13 +256,14 @@ def needs_copies(layout: Layout, dtype: torch.dtype, D: int, Dv: int) -> bool:
 
 def aligned(call: Call) -> Call:
     """The call with rows padded with zeros to multiples of 16 bytes, by copies where needed."""
-    (q, k, v), saved = map(_aligned, call[:3]), call.saved
+    (q, k, v), saved = map(aligned_rows, call[:3]), call.saved
     if saved is not None:
-        saved = saved._replace(grad_out=_aligned(saved.grad_out), out=_aligned(saved.out))
+        saved = saved._replace(grad_out=aligned_rows(saved.grad_out), out=aligned_rows(saved.out))
     return call.changed(query=q, key=k, value=v, saved=saved, scale=call.scale)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned_rows(x: Tensor) -> Tensor:
+    """x with rows padded with zeros to a multiple of 16 bytes, and aligned to one."""
     extra = -x.shape[-1] % UNITS
     if extra:
         return F.pad(x, (0, extra))

@@ -1,0 +1,78 @@
+"""The Triton kernels of tangents without a GPU: registers and shared memory."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from fa_ops.backends.triton import launch, tangents  # noqa: E402
+from fa_ops.call.call import Saved, Tangents, attention_call  # noqa: E402
+from tests.compile_only.sass import SHARED, assert_fits  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
+)
+
+B, HQ, HKV, S = 2, 4, 2, 250
+
+
+def meta(*shape, dtype):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def compiled(monkeypatch, arch, D, dtype=torch.bfloat16, **options):
+    """The kernels of a causal call with all tangents, by name, compiled for `arch`."""
+    kernels = {}
+
+    def bind(fn, args, constants, options, *, device, **details):
+        target = GPUTarget("cuda", arch, 32)
+        kernels[fn.__name__] = launch.compile_kernel(
+            fn, args, constants, options, target, **details
+        )
+        return lambda grid, args: None
+
+    monkeypatch.setattr(tangents, "bind", bind)
+    monkeypatch.setattr(tangents, "architecture", lambda device: arch)
+    monkeypatch.setattr(tangents, "_launches", {})
+    q, out, grad, q_t, out_t, grad_t = (meta(B, HQ, S, D, dtype=dtype) for _ in range(6))
+    k, v, k_t, v_t = (meta(B, HKV, S, D, dtype=dtype) for _ in range(4))
+    rows = [meta(B, HQ, S, dtype=torch.float32) for _ in range(4)]
+    call = attention_call(
+        q, k, v, is_causal=True, saved=Saved(grad, rows[0], out, rows[1]), **options
+    )
+    tangents.jvp(call._replace(tangents=Tangents(q_t, k_t, v_t)))
+    of = Tangents(q_t, k_t, v_t, None, None, grad_t, rows[2], out_t, rows[3])
+    tangents.backward_jvp(call._replace(tangents=of))
+    return kernels
+
+
+# bytes that a thread spills, by architecture and head dimension; those not listed spill none
+SPILLS = {(80, 64): 88, (80, 128): 56, (90, 64): 264, (90, 128): 432}
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("arch", SHARED)
+def test_fits(arch, D, monkeypatch, tmp_path):
+    kernels = compiled(monkeypatch, arch, D)
+    assert len(kernels) == 3
+    for kernel in kernels.values():
+        assert_fits(kernel, arch, tmp_path, SPILLS.get((arch, D), 16))
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_float32_fits(D, monkeypatch, tmp_path):
+    for kernel in compiled(monkeypatch, 90, D, torch.float32).values():
+        assert_fits(kernel, 90, tmp_path, 16)
+
+
+def test_every_option_compiles(monkeypatch):
+    options = {
+        "softcap": 2.0, "dropout_p": 0.1, "dropout_seed": meta(1, dtype=torch.int64),
+        "alibi_slopes": meta(HQ, dtype=torch.float32), "window_left": 64,
+        "sinks": meta(HQ, dtype=torch.float32), "attn_mask": meta(1, 1, S, S, dtype=torch.bfloat16),
+        "kv_lens": torch.empty(B, dtype=torch.int32, device="meta"),
+        "key_ranges": torch.empty(1, 1, S, 2, dtype=torch.int32, device="meta"),
+    }  # fmt: skip
+    assert len(compiled(monkeypatch, 90, 64, **options)) == 3
