@@ -132,11 +132,12 @@ class Elements:
             return grads.sum(-1)
         if domain == COLUMN:
             return grads.sum(-2)
-        return self._by_diagonal(grads)
+        return by_diagonal(grads)
 
-    def _by_diagonal(self, grads: Tensor) -> Tensor:
-        """Sums over equal distances, from the last key of the first query on, in a fixed order."""
-        rows, columns = grads.shape[-2:]
-        padded = torch.nn.functional.pad(grads.flip(-1), (0, rows))
-        skewed = padded.flatten(-2)[..., : rows * (rows + columns - 1)]
-        return skewed.unflatten(-1, (rows, rows + columns - 1)).sum(-2)
+
+def by_diagonal(grads: Tensor) -> Tensor:
+    """Sums over equal distances, from the last key of the first query on, in a fixed order."""
+    rows, columns = grads.shape[-2:]
+    padded = torch.nn.functional.pad(grads.flip(-1), (0, rows))
+    skewed = padded.flatten(-2)[..., : rows * (rows + columns - 1)]
+    return skewed.unflatten(-1, (rows, rows + columns - 1)).sum(-2)

@@ -24,7 +24,7 @@ from tests.programs import functions as f
 
 SIZES = (f.B, f.H, f.S, f.S)
 CPU = torch.device("cpu")
-RANDOM = int(os.environ.get("FA_OPS_PROGRAMS", "150"))
+RANDOM = int(os.environ.get("FA_OPS_PROGRAMS", "60"))
 
 
 def split_of(function, score: bool, whole: bool = False):

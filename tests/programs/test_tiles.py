@@ -14,7 +14,7 @@ from fa_ops.programs.program import MAX_RUNS
 from tests.programs import functions as f
 from tests.programs.test_programs import split_of
 
-RANDOM = int(os.environ.get("FA_OPS_PROGRAMS", "150"))
+RANDOM = int(os.environ.get("FA_OPS_PROGRAMS", "60"))
 SIZES = (f.B, f.H, f.S, f.S)
 
 

@@ -46,7 +46,6 @@ from fa_ops.call.options import (
 )
 
 _ALTERNATIVE = "the triton backend can run it"
-_ALTERNATIVE_OF_PROGRAMS = "the reference backend does"
 
 
 def is_for_this_gpu() -> bool:
@@ -81,7 +80,7 @@ def supports(call: Call) -> str | None:
     """Why the backend cannot run the call, or None."""
     signature = call.signature
     if call.is_programmed:
-        return f"does not run programs of score_mod and mask_mod yet; {_ALTERNATIVE_OF_PROGRAMS}"
+        return f"does not run programs of score_mod and mask_mod; {_ALTERNATIVE}"
     if call.tangents is not None:
         return f"has no kernels for tangents; {_ALTERNATIVE}"
     if signature is QUANTIZED:

@@ -21,6 +21,7 @@ from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture, interpreter_error
 from fa_ops.backends.triton.masks import mask_blocks  # noqa: F401 - for fa::mask_blocks
 from fa_ops.backends.triton.merge import merge_into, merge_states  # noqa: F401 - for fa::merge_states
+from fa_ops.backends.triton.programs import program_error
 from fa_ops.backends.triton.tangents import MAX_TANGENT_DIM, backward_jvp, jvp
 from fa_ops.call.call import (
     Call,
@@ -53,8 +54,6 @@ def available_error() -> str | None:
 
 def supports(call: Call) -> str | None:
     """Why this backend cannot run the call, and what can."""
-    if call.is_programmed:
-        return "does not run programs of score_mod and mask_mod yet; the reference backend does"
     if call.is_paged and call.is_packed:
         return "attends packed queries over pages as rows of a cache"
     if call.is_cached:
@@ -63,6 +62,9 @@ def supports(call: Call) -> str | None:
         return _quantized_error(call)
     if call.tangents is not None:
         return interpreter_error(call.query) or _tangents_error(call)
+    text = call.options.program
+    if text is not None and (reason := program_error(text)):
+        return f"{reason}; the reference backend runs it"
     return interpreter_error(call.query) or support_error(call) or _backward_error(call)
 
 
@@ -77,7 +79,7 @@ def plan(call: Call) -> Plan:
     if call.is_backward:
         if call.is_packed:
             return general("backward", varlen_backward)
-        if has_short_gradients(call) and _holds_short_rows(call):
+        if has_short_gradients(call) and not call.is_programmed and _holds_short_rows(call):
             return Plan("backward of short rows", short_rows.prepare_backward)
         return general("backward", backward)
     if call.is_packed:
@@ -86,9 +88,9 @@ def plan(call: Call) -> Plan:
         if attends_whole_rows(call):
             return general("append and forward" if call.writes_cache else "forward", cache_forward)
         return Plan("split-KV decoding", prepare_cached)
-    if is_decoding(call):
+    if is_decoding(call) and not call.is_programmed:
         return decoding(Plan("split-KV decoding", prepare_cached))
-    if has_short_rows(call) and _holds_short_rows(call):
+    if has_short_rows(call) and not call.is_programmed and _holds_short_rows(call):
         return Plan("forward of short rows", short_rows.prepare)
     return general("forward", forward)
 

@@ -25,6 +25,7 @@ NAMES = (
     "blocks", "blocks_stride_b", "blocks_stride_h", "blocks_rows", "blocks_columns", "slopes",
     "slopes_stride_b", "sinks", "kv_lens", "ranges", "ranges_stride_b", "ranges_stride_h",
     "ranges_stride_q", "seed", "threshold", "keep_scale", "window_left", "window_right",
+    "term_values", "term_indices",
 )  # fmt: skip
 
 
@@ -43,6 +44,7 @@ class Class(NamedTuple):
     kv_lens: bool = False
     ranges: bool = False
     dropout: torch.dtype | None = None  # of the seed, or of a word for each row
+    program: str | None = None
 
     def divisors(self) -> dict[str, int]:
         """Divisors of the mask's address and strides, for `bind`."""
@@ -60,9 +62,9 @@ _NO_STRIDES = (0, 0, 0, 0)
 # calls without options: the values after the scale, and the classes
 _FULL = (
     None, None, *_NO_STRIDES, None, *_NO_STRIDES, None, 0, None, None, None, 0, 0, 0, None, None,
-    None, None, None,
+    None, None, None, None, None,
 )  # fmt: skip
-_CAUSAL = (*_FULL[:-1], 0)
+_CAUSAL = (*_FULL[:-3], 0, None, None)
 _CLASSES = (Class(), Class(right=True))
 
 
@@ -76,6 +78,7 @@ def arguments(call: Call, B: int, Hq: int, Sq: int, Sk: int) -> tuple[tuple, Cla
     if (
         mask is slopes is sinks is kv_lens is ranges is left is None
         and p == softcap == 0.0
+        and not call.is_programmed
         and 1e-30 < scale < 1e30
         and (right is None or causal)
     ):
@@ -101,8 +104,9 @@ def arguments(call: Call, B: int, Hq: int, Sq: int, Sk: int) -> tuple[tuple, Cla
     else:
         values += (None, None, None)
     is_added = mask is not None and mask.dtype != torch.bool
-    return (*values, left, right), Class(
-        fold=not capped and slopes is None and not is_added and scale > 1e-30,
+    text = call.options.program
+    return (*values, left, right, *_terms(call)), Class(
+        fold=not capped and slopes is None and not is_added and scale > 1e-30 and text is None,
         extreme=abs(scale) > 1e30 or (capped and softcap > 64.0),
         left=left is not None,
         right=right is not None,
@@ -114,7 +118,17 @@ def arguments(call: Call, B: int, Hq: int, Sq: int, Sk: int) -> tuple[tuple, Cla
         kv_lens=kv_lens is not None,
         ranges=ranges is not None,
         dropout=seed.dtype if p > 0.0 else None,
+        program=text,
     )
+
+
+def _terms(call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """The terms of a program, and something in place of those that it does not have."""
+    if not call.is_programmed:
+        return None, None
+    t, nothing = call.operands, call.query.new_empty(1, dtype=torch.int32)
+    values = nothing if t.term_values is None else t.term_values
+    return values, nothing if t.term_indices is None else t.term_indices
 
 
 def _single(x: float) -> float:

@@ -6,6 +6,7 @@ is broadcast.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -41,14 +42,19 @@ from fa_ops.backends.triton.matrix_products import (
     transposed,
 )
 from fa_ops.backends.triton.primitives import (
+    LN2,
     LOG2E,
     has_nonfinite,
     key_bounds,
     load_ranges,
     multiplies_parts,
 )
+from fa_ops.backends.triton.programs import program_functions
 from fa_ops.call.call import Call
 from fa_ops.call.options import ALIGNMENT, Gradients, Options
+from fa_ops.programs.evaluation import by_diagonal
+from fa_ops.programs.expressions import COLUMN, DISTANCE, ROW
+from fa_ops.programs.program import padding_of_distances, parse
 
 
 @triton.jit
@@ -86,16 +92,21 @@ def mask_grad_kernel(
     blocks_columns: tl.int32,
     slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
-    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    seed, threshold, keep_scale, window_left, window_right, term_values, term_indices,
+    cu_seqlens_q, cu_seqlens_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PROGRAM: tl.constexpr, SLOPE: tl.constexpr,
     ONE_B: tl.constexpr, ONE_H: tl.constexpr, ONE_Q: tl.constexpr, ONE_K: tl.constexpr,
+    FACTOR: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of a float mask's gradient, summed over `steps` of the tiles that share its mask.
 
     dmask (splits, B or 1, Hq or 1, Sq or 1, Sk or 1): ONE_x is whether a dimension is broadcast and
     so summed here. The grid is the tiles of one split, innermost first, times the splits.
+
+    With FACTOR, the derivative of a program by one of its terms, it is the gradient of that term.
+    DIAGONAL: the tiles on a diagonal share one, as distances do; dmask has a tile for each of them.
     """
     m_tiles = tl.cdiv(Sq, BLOCK_M)
     n_tiles = tl.cdiv(Sk, BLOCK_N)
@@ -103,13 +114,20 @@ def mask_grad_kernel(
     n_own, m_own, h_own, b_own = 0, 0, 0, 0
     size_b, size_h, size_q, size_k = 1, 1, 1, 1
     loop_b, loop_h, loop_q, loop_k = 1, 1, 1, 1
-    if ONE_K:
+    if DIAGONAL:
+        loop_q = m_tiles
+        size_q, size_k = (m_tiles + n_tiles - 1) * BLOCK_M, BLOCK_N
+        m_own = pid % (m_tiles + n_tiles - 1)
+        pid = pid // (m_tiles + n_tiles - 1)
+    elif ONE_K:
         loop_k = n_tiles
     else:
         size_k = Sk
         n_own = pid % n_tiles
         pid = pid // n_tiles
-    if ONE_Q:
+    if DIAGONAL:
+        n_own = 0
+    elif ONE_Q:
         loop_q = m_tiles
     else:
         size_q = Sq
@@ -132,6 +150,9 @@ def mask_grad_kernel(
     for step in range(pid * steps, end):
         n0 = (n_own + step % loop_k) * BLOCK_N
         m0 = (m_own + step // loop_k % loop_q) * BLOCK_M
+        if DIAGONAL:
+            m0 = step // loop_k % loop_q * BLOCK_M
+            n0 = m0 + (m_own - m_tiles + 1) * BLOCK_N
         h = h_own + step // (loop_k * loop_q) % loop_h
         b = b_own + step // (loop_k * loop_q * loop_h)
         i = m0 + tl.arange(0, BLOCK_M)[:, None]
@@ -140,7 +161,11 @@ def mask_grad_kernel(
         if kv_lens is not None:
             limit = tl.minimum(tl.maximum(tl.load(kv_lens + b), 0), Sk)
         shift = limit - Sq
-        slope, ranges_head, first, last = None, None, None, None
+        slope, mask_head, ranges_head, first, last, terms = None, None, None, None, None, None
+        if PROGRAM is not None:
+            terms = (term_values, term_indices, b, h, batch, Hq, Sq, Sk)
+        if mask is not None:
+            mask_head = mask + b * mask_stride_b + h * mask_stride_h
         if slopes is not None:
             slope = tl.load(slopes + b * slopes_stride_b + h) * LOG2E
         if ranges is not None:
@@ -167,14 +192,19 @@ def mask_grad_kernel(
             w, ds, dx = score_gradients(
                 qk, dp, tl.load(row_lse + at, mask=i < Sq, other=float("inf")),
                 tl.load(row_delta + at, mask=i < Sq, other=0.0), i, j, Sq, shift, limit, scale, cap,
-                slope, mask + b * mask_stride_b + h * mask_stride_h, mask_stride_q, mask_stride_k,
-                ranges_head, ranges_stride_q, seed, b * Hq + h, threshold,
-                keep_scale, window_left, window_right, True, EXTREME, True,
+                slope, mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, seed,
+                b * Hq + h, threshold, keep_scale, window_left, window_right, True, EXTREME, True,
+                True, PROGRAM, SLOPE, terms,
             )  # fmt: skip
+            if FACTOR is not None:
+                ds *= FACTOR(qk * (scale * LN2), i, j, terms)
+                ds = tl.where(w == 0.0, 0.0, ds)
             acc += ds
     base = ((pid * size_b + b_own).to(tl.int64) * size_h + h_own) * size_q * size_k
     m = tl.arange(0, BLOCK_M)[:, None] + m_own * BLOCK_M
     n = tl.arange(0, BLOCK_N)[None, :] + n_own * BLOCK_N
+    if DIAGONAL:
+        n = tl.arange(0, BLOCK_N)[None, :]
     if ONE_Q:
         acc = tl.sum(acc, 0, keep_dims=True)
         m = tl.zeros([1, 1], tl.int32)
@@ -271,7 +301,7 @@ def backward(call: Call) -> Gradients:
         dmask = _mask_gradient(problem, row_lse, row_delta, call.operands.attn_mask)
     if sinks is not None:
         dsinks = _sinks_gradient(row_lse, row_delta, sinks)
-    return Gradients(*grads, dmask, dsinks)
+    return Gradients(*grads, dmask, dsinks, _term_gradients(problem, row_lse, row_delta, call))
 
 
 def varlen_backward(call: Call) -> Gradients:
@@ -378,27 +408,90 @@ def _mask_gradient(
     If few tiles of the mask are broadcast to many of the scores, the sum is split over several
     programs per tile, whose partial sums are added here, deterministically and without atomics.
     """
-    _, q, k, v, grad_out, out, (batch, Hq, _, Sq, Sk), dims = problem[:8]
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     # a dimension of size 1 that is not broadcast needs no sum, but a sum of one is right too
     once = tuple(size == 1 for size in shape)
-    tile = mask_tile(out.dtype, max(dims))
+    return _summed(problem, row_lse, row_delta, once, mask.dtype).view(mask.shape)
+
+
+def _summed(
+    problem: BackwardProblem, row_lse: Tensor, row_delta: Tensor, once: tuple[bool, ...],
+    result: torch.dtype, number: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The gradient of a mask with size 1 where `once`, or of the term of that number."""
+    _, q, k, v, grad_out, out, (batch, Hq, _, Sq, Sk), dims = problem[:8]
+    tile, text = mask_tile(out.dtype, max(dims)), problem.kind.program
+    factor, is_diagonal = None, False
+    if number is not None:
+        factor = program_functions(text).factors[number]
+        is_diagonal = parse(text).terms[number].domain == DISTANCE
+        if is_diagonal:  # whose tiles are square
+            block = min(tile.block_m, tile.block_n)
+            tile = dataclasses.replace(tile, block_m=block, block_n=block)
+    m_tiles, n_tiles = -(-Sq // tile.block_m), -(-Sk // tile.block_n)
+    sizes = [1 if one else n for one, n in zip(once, (batch, Hq, Sq, Sk))]
+    if is_diagonal:
+        sizes[2:] = (m_tiles + n_tiles - 1) * tile.block_m, tile.block_n
     loop = tiles = 1
-    for one, count in zip(once, (batch, Hq, -(-Sq // tile.block_m), -(-Sk // tile.block_n))):
+    for one, count in zip(once, (batch, Hq, m_tiles, n_tiles)):
         loop, tiles = (loop * count, tiles) if one else (loop, tiles * count)
+    if is_diagonal:
+        loop, tiles = loop * m_tiles, tiles // (m_tiles * n_tiles) * (m_tiles + n_tiles - 1)
     steps = -(-loop // max(1, min(loop, _SPLIT_PROGRAMS // tiles)))
     splits = -(-loop // steps)
-    dtype = mask.dtype if splits == 1 else torch.float32
-    partial = torch.empty((splits, *shape), dtype=dtype, device=q.device)
+    dtype = result if splits == 1 else torch.float32
+    partial = torch.empty((splits, *sizes), dtype=dtype, device=q.device)
 
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out}
     tensors = (q, k, v, grad_out, row_lse, row_delta, partial)
     more = dict(zip(("ONE_B", "ONE_H", "ONE_Q", "ONE_K"), once))
+    more |= {"FACTOR": factor, "DIAGONAL": is_diagonal}
+    extra = dtype, once, number
     launch, _, args = _prepare(
-        mask_grad_kernel, lambda _: tile, problem, named, tensors, steps, (dtype, once), more
+        mask_grad_kernel, lambda _: tile, problem, named, tensors, steps, extra, more
     )
     launch((splits * tiles, 1, 1), args)
-    return partial.sum(0).to(mask.dtype).view(mask.shape)
+    return partial.sum(0).to(result)
+
+
+def _term_gradients(
+    problem: BackwardProblem, row_lse: Tensor, row_delta: Tensor, call: Call
+) -> Tensor | None:
+    """The gradients of a program's terms, packed as they are.
+
+    Each term takes a pass that computes the scores and their gradients again, and sums in a fixed
+    order. Distances are summed over the tiles of each diagonal, then over the diagonals of a tile.
+    """
+    values, indices = call.operands.term_values, call.operands.term_indices
+    if values is None:
+        return None
+    program, packed = parse(call.options.program), torch.zeros_like(values)
+    batch, Hq, _, Sq, Sk = problem.sizes
+    views = program.views(packed, indices, batch, Hq, Sq, Sk)
+    for i, (term, view) in enumerate(zip(program.terms, views)):
+        if not term.grad:
+            continue
+        once = not term.by_batch, not term.by_head, term.domain != ROW, term.domain != COLUMN
+        once = (*once[:2], False, False) if term.domain == DISTANCE else once
+        found = _summed(problem, row_lse, row_delta, once, torch.float32, i)
+        if term.domain == DISTANCE:
+            _add_diagonals(view, found, Sq, Sk)
+        else:
+            view[..., : found.shape[2] * found.shape[3]] = found.flatten(2)
+    return packed
+
+
+def _add_diagonals(view: Tensor, tiles: Tensor, Sq: int, Sk: int) -> None:
+    """Add tiles (B, H, diagonals * n, n) that belong to distances to the elements of a term."""
+    n = tiles.shape[3]
+    parts = by_diagonal(tiles.unflatten(2, (-1, n))).flip(2)  # (B, H, diagonals, 2 n - 1)
+    lower, upper = parts[..., :n], torch.nn.functional.pad(parts[..., n:], (0, 1))
+    sums = torch.nn.functional.pad(lower, (0, 0, 0, 1))
+    sums[:, :, 1:] += upper
+    sums = sums.flatten(2)[..., :-1]  # distances, from that of the first query and the last key on
+    first = padding_of_distances(Sk) - -(-Sk // n) * n + 1
+    start, stop = max(first, 0), min(first + sums.shape[2], view.shape[2])
+    view[..., start:stop] = sums[..., start - first : stop - first]
 
 
 def _row_buffers(problem: BackwardProblem, device: torch.device) -> Tensor:
@@ -490,6 +583,7 @@ def constants(
     tile: Tile, dims: tuple[int, int], even: bool, kind: Class, mode: str
 ) -> dict[str, Any]:
     """The constexpr parameters of every backward kernel."""
+    functions = None if kind.program is None else program_functions(kind.program)
     return {
         **widths(dims),
         "BLOCK_M": tile.block_m,
@@ -497,4 +591,6 @@ def constants(
         "EVEN": even,
         "EXTREME": kind.extreme,
         "PRECISION": mode,
+        "PROGRAM": None if functions is None else functions.apply,
+        "SLOPE": None if functions is None else functions.slope,
     }

@@ -98,6 +98,7 @@ def score_gradients(
     qk, dp, lse, delta, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
     mask_stride_k, ranges, ranges_stride_q, seed, batch_head, threshold, keep_scale, window_left,
     window_right, LIMIT: tl.constexpr, EXTREME: tl.constexpr, EXACT: tl.constexpr, is_mixed=True,
+    PROGRAM: tl.constexpr = None, SLOPE: tl.constexpr = None, terms=None,
 ):  # fmt: skip
     """(w, ds, dx) of one tile, or of its transpose: the weights of the values without `keep_scale`,
     the gradient of the scores, and the gradient of the products without `product_scale`.
@@ -110,7 +111,7 @@ def score_gradients(
     """
     s, t = scores(
         qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
-        None, None, None, None, mask is not None, EXTREME, EXACT, LOG2E, is_mixed,
+        None, None, None, None, mask is not None, EXTREME, EXACT, LOG2E, is_mixed, PROGRAM, terms,
     )  # fmt: skip
     p = tl.exp2(s - lse)
     if LIMIT:
@@ -132,6 +133,9 @@ def score_gradients(
     dx = ds
     if cap is not None:
         dx = ds * (1.0 - t * t)
+    if PROGRAM is not None:
+        # by a score without weight the program may have any derivative
+        dx = tl.where(p == 0.0, 0.0, ds * SLOPE(qk * (scale * LN2), i, j, terms))
     if EXACT:
         ds, dx = tl.where(p == 0.0, 0.0, ds), tl.where(p == 0.0, 0.0, dx)
     return w, ds, dx
@@ -200,10 +204,11 @@ def query_grad_block(
     k_start, Sk, tokens, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q,
     mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes,
     slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed,
-    threshold, keep_scale, window_left, window_right, PACKED: tl.constexpr, D: tl.constexpr,
+    threshold, keep_scale, window_left, window_right, term_values, term_indices,
+    PACKED: tl.constexpr, D: tl.constexpr,
     Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr,
-    DIVIDES: tl.constexpr, EXACT: tl.constexpr,
+    PROGRAM: tl.constexpr, SLOPE: tl.constexpr, DIVIDES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dq of rows m0 ... m0 + BLOCK_M - 1 of a head; `tokens` is the row length of lse.
 
@@ -246,7 +251,9 @@ def query_grad_block(
     if kv_lens is not None:
         limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
     shift = limit - Sq
-    slope, first, last = None, None, None
+    slope, first, last, terms = None, None, None, None
+    if PROGRAM is not None:
+        terms = (term_values, term_indices, b, h, batch, Hq, Sq, Sk)
     low = 0
     if slopes is not None:
         slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
@@ -341,6 +348,7 @@ def query_grad_block(
             qk, dp, m[:, None], delta[:, None], rows_m[:, None], j, Sq, shift, limit, scale, cap,
             slope, mask, mask_stride_q, mask_stride_k, ranges, ranges_stride_q, seed, b * Hq + h,
             threshold, keep_scale, window_left, window_right, not EVEN, EXTREME, EXACT, is_mixed,
+            PROGRAM, SLOPE, terms,
         )  # fmt: skip
         if EXACT:
             found = ((w != 0.0) | (ds != 0.0)) & nonfinite[None, :]
@@ -378,10 +386,11 @@ def query_grad_kernel(
     blocks_columns: tl.int32,
     slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
-    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    seed, threshold, keep_scale, window_left, window_right,
+    term_values, term_indices, cu_seqlens_q, cu_seqlens_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr, DIVIDES: tl.constexpr,
+    PRECISION: tl.constexpr, PROGRAM: tl.constexpr, SLOPE: tl.constexpr, DIVIDES: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of query rows, and the row statistics that the other kernels need.
 
@@ -406,10 +415,12 @@ def query_grad_kernel(
         rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q,
         mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns,
         slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q,
-        seed, threshold, keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
-        BLOCK_M, BLOCK_N, EVEN, EXTREME, PRECISION, DIVIDES, False,
+        seed, threshold, keep_scale, window_left, window_right, term_values, term_indices, PACKED,
+        D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EVEN, EXTREME, PRECISION, PROGRAM, SLOPE,
+        DIVIDES, False,
     )  # fmt: skip
-    if may_redo(window_left, window_right, mask, ranges, PRECISION) and redo:
+    MAY_REDO: tl.constexpr = may_redo(window_left, window_right, mask, ranges, PRECISION)
+    if (PROGRAM is not None or MAY_REDO) and redo:
         # opaque indices take no registers from the loop above
         b, h, m0 = opaque(b), opaque(h), opaque(m0)
         q_start, rows = opaque(q_start), opaque(rows)
@@ -423,9 +434,9 @@ def query_grad_kernel(
             mask_stride_q, mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows,
             blocks_columns, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b,
             ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
-            window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, 2 *
-            exact_size(out.dtype.element_ty), EVEN, EXTREME, exact_precision(PRECISION), DIVIDES,
-            True,
+            window_right, term_values, term_indices, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, 2 *
+            exact_size(out.dtype.element_ty), EVEN, EXTREME, exact_precision(PRECISION), PROGRAM,
+            SLOPE, DIVIDES, True,
         )  # fmt: skip
 
 
@@ -475,10 +486,11 @@ def key_value_grad_block(
     cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, blocks, blocks_stride_b,
     blocks_stride_h, blocks_rows, blocks_columns, slopes, slopes_stride_b, kv_lens, ranges,
     ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
-    window_right, PACKED: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr,
+    window_right, term_values, term_indices, PACKED: tl.constexpr, D: tl.constexpr,
+    Dv: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
-    EXTREME: tl.constexpr, PRECISION: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
-    DIVIDES: tl.constexpr, EXACT: tl.constexpr,
+    EXTREME: tl.constexpr, PRECISION: tl.constexpr, PROGRAM: tl.constexpr, SLOPE: tl.constexpr,
+    WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, DIVIDES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of keys n0 ... n0 + BLOCK_N - 1 of a kv head; `tokens` as in `query_grad_block`.
 
@@ -564,8 +576,10 @@ def key_value_grad_block(
         grad_out_head = grad_out + h * grad_out_stride_h
         row_lse_head = row_lse + row_at + h * row_stride
         row_delta_head = row_delta + row_at + h * row_stride
-        slope, mask_head, ranges_head = None, None, None
+        slope, mask_head, ranges_head, terms = None, None, None, None
         begin, end = lo, hi
+        if PROGRAM is not None:
+            terms = (term_values, term_indices, b, h, batch, Hq, Sq, Sk)
         if slopes is not None:
             slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
         if mask is not None:
@@ -622,7 +636,7 @@ def key_value_grad_block(
                 qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
                 mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, seed,
                 b * Hq + h, threshold, keep_scale, window_left, window_right, False, EXTREME,
-                EXACT, is_mixed,
+                EXACT, is_mixed, PROGRAM, SLOPE, terms,
             )  # fmt: skip
             if EXACT:
                 found = w != 0.0
@@ -708,10 +722,12 @@ def key_value_grad_kernel(
     blocks_columns: tl.int32,
     slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
-    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    seed, threshold, keep_scale, window_left, window_right,
+    term_values, term_indices, cu_seqlens_q, cu_seqlens_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, DIVIDES: tl.constexpr,
+    PRECISION: tl.constexpr, PROGRAM: tl.constexpr, SLOPE: tl.constexpr, WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr, DIVIDES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys, summed over the rows of all query heads that share them.
 
@@ -738,10 +754,12 @@ def key_value_grad_kernel(
         scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, blocks,
         blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes, slopes_stride_b,
         kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold,
-        keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-        EVEN, EXTREME, PRECISION, WITH_DK, WITH_DV, DIVIDES, False,
+        keep_scale, window_left, window_right, term_values, term_indices, PACKED, D, Dv, BLOCK_D,
+        BLOCK_DV, BLOCK_M, BLOCK_N, EVEN, EXTREME, PRECISION, PROGRAM, SLOPE, WITH_DK, WITH_DV,
+        DIVIDES, False,
     )  # fmt: skip
-    if may_redo(window_left, window_right, mask, ranges, PRECISION) and redo:
+    MAY_REDO: tl.constexpr = may_redo(window_left, window_right, mask, ranges, PRECISION)
+    if (PROGRAM is not None or MAY_REDO) and redo:
         b, hk, n0, q_start, rows, k_start, keys = locate_keys(
             opaque(pid), batch, Hq // group, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_N
         )
@@ -754,6 +772,7 @@ def key_value_grad_kernel(
             mask_stride_q, mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows,
             blocks_columns, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b,
             ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
-            window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, 2 * exact_size(dk.dtype.element_ty),
-            BLOCK_N, EVEN, EXTREME, exact_precision(PRECISION), WITH_DK, WITH_DV, DIVIDES, True,
+            window_right, term_values, term_indices, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
+            2 * exact_size(dk.dtype.element_ty), BLOCK_N, EVEN, EXTREME, exact_precision(PRECISION),
+            PROGRAM, SLOPE, WITH_DK, WITH_DV, DIVIDES, True,
         )  # fmt: skip

@@ -49,6 +49,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
 _MAX_KEY_DIM = 640  # of a latent cache: 512 features and up to 128 that rotate
 _SLOPES_STRIDE = NAMES.index("slopes_stride_b")
+_WINDOW = slice(NAMES.index("window_left"), NAMES.index("window_right") + 1)
 _CHUNKS = (16, 64, 256)  # sequences whose lengths a program reads at once
 _launches: dict[tuple, SplitKernels] = {}
 
@@ -176,7 +177,7 @@ def _bind(call: Call) -> Callable[..., tuple[Tensor, Tensor | None]]:
     if Sq == 1:  # a single query is the last and has no later keys
         call = call.changed(is_causal=False, window_right=-1)
     values, kind = arguments(call, B, Hq, Sq, capacity)
-    scale, cap, slopes_stride, (left, right) = *values[:2], values[_SLOPES_STRIDE], values[-2:]
+    scale, cap, slopes_stride, (left, right) = *values[:2], values[_SLOPES_STRIDE], values[_WINDOW]
     mode = "fixed" if invariant else "even" if splits else "stream"
     plan = _plan(q, memory, kind, mode, group * Sq)
     tile = plan.tile

@@ -58,6 +58,7 @@ from fa_ops.backends.triton.primitives import (
     with_mask,
     with_sink,
 )
+from fa_ops.backends.triton.programs import program_functions
 from fa_ops.call.call import Call, is_decoding
 
 _launches: dict[tuple, tuple[Launch, int]] = {}
@@ -68,7 +69,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = call[:3]
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
-    if is_decoding(call):
+    if is_decoding(call) and not call.is_programmed:
         return decode(call)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     layout = Layout.of(q, k, v, strides)
@@ -179,6 +180,7 @@ def constants(
         "PRECISION": mode,
         "PAGE": page,
         "GATHERED": page % tile.block_n != 0,
+        "PROGRAM": None if kind.program is None else program_functions(kind.program).apply,
     }
 
 
@@ -220,10 +222,11 @@ def attend_block(
     tokens, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, blocks,
     blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes, slopes_stride_b, sinks,
     kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
-    window_left, window_right, table, table_stride, pages, PACKED: tl.constexpr, D: tl.constexpr,
+    window_left, window_right, term_values, term_indices, table, table_stride, pages,
+    PACKED: tl.constexpr, D: tl.constexpr,
     Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, FOLD: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr,
-    PAGE: tl.constexpr, GATHERED: tl.constexpr, EXACT: tl.constexpr,
+    PAGE: tl.constexpr, GATHERED: tl.constexpr, PROGRAM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attention of rows m0 ... m0 + BLOCK_M - 1 of a head; `tokens` is the row length of lse.
 
@@ -254,7 +257,9 @@ def attend_block(
     if kv_lens is not None:
         limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
     shift = limit - Sq
-    slope, sink = None, None
+    slope, sink, terms = None, None, None
+    if PROGRAM is not None:
+        terms = (term_values, term_indices, b, h, batch, Hq, Sq, Sk)
     if slopes is not None:
         slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0)
     if mask is not None:
@@ -343,7 +348,7 @@ def attend_block(
         if not FOLD:
             s, _ = scores(
                 s, i, j, Sq, shift, limit, scale, cap, slope, None, 0, 0, None, None, None, None,
-                False, EXTREME, EXACT, 1.0 if EXACT else LOG2E,
+                False, EXTREME, EXACT, 1.0 if EXACT else LOG2E, True, PROGRAM, terms,
             )  # fmt: skip
         if mask is not None:  # noqa: SIM102  (a constexpr and perhaps a runtime condition)
             if is_mixed:
@@ -429,7 +434,7 @@ def attend_block(
             first, last = load_ranges(ranges, ranges_stride_q, rows_m, Sq)
         redo = redo & attends_some(rows_m, shift, limit, window_left, window_right, first, last)
     redo = tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
-    if may_redo(window_left, window_right, mask, ranges, PRECISION):
+    if PROGRAM is not None or may_redo(window_left, window_right, mask, ranges, PRECISION):
         redo = redo | has_nonfinite(acc)
     return redo
 
@@ -448,11 +453,12 @@ def forward_kernel(
     blocks_columns: tl.int32,
     slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
-    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    seed, threshold, keep_scale,
+    window_left, window_right, term_values, term_indices, cu_seqlens_q, cu_seqlens_k,
     table, table_stride: tl.int64, pages: tl.int32,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr, PAGE: tl.constexpr, GATHERED: tl.constexpr,
+    PRECISION: tl.constexpr, PAGE: tl.constexpr, GATHERED: tl.constexpr, PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """Attention of one block of rows of a head.
 
@@ -482,8 +488,9 @@ def forward_kernel(
         keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
         blocks, blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes,
         slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q,
-        seed, threshold, keep_scale, window_left, window_right, table, table_stride, pages, PACKED,
-        D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, FOLD, EXTREME, PRECISION, PAGE, GATHERED, False,
+        seed, threshold, keep_scale, window_left, window_right, term_values, term_indices, table,
+        table_stride, pages, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, FOLD, EXTREME,
+        PRECISION, PAGE, GATHERED, PROGRAM, False,
     )  # fmt: skip
     if redo:
         # small tiles, and recomputed indices, take no registers from the loop above
@@ -499,7 +506,7 @@ def forward_kernel(
                 mask_stride_q, mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows,
                 blocks_columns, slopes, slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b,
                 ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
-                window_right, table, table_stride, pages, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
-                EXACT_ROWS, EXACT_KEYS, FOLD, EXTREME, exact_precision(PRECISION), PAGE,
-                GATHERED, True,
+                window_right, term_values, term_indices, table, table_stride, pages, PACKED, D, Dv,
+                BLOCK_D, BLOCK_DV, EXACT_ROWS, EXACT_KEYS, FOLD, EXTREME,
+                exact_precision(PRECISION), PAGE, GATHERED, PROGRAM, True,
             )  # fmt: skip

@@ -318,6 +318,7 @@ def scores(
     qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
     window_left, window_right, first, last, EDGE: tl.constexpr, EXTREME: tl.constexpr,
     EXACT: tl.constexpr = False, UNIT: tl.constexpr = LOG2E, is_mixed=True,
+    PROGRAM: tl.constexpr = None, terms=None,
 ):  # fmt: skip
     """Convert products q.k to (s, t): s is -inf where masked; t is the softcap's tanh.
 
@@ -334,6 +335,7 @@ def scores(
     UNIT:  1 for natural scores, with scale, cap and slope not multiplied by log2(e), so that the
            lowest finite numbers of a float mask stay finite.
     is_mixed: whether the mask must be read, as it changes some score of the tile.
+    PROGRAM: what changes natural scores, `programs.ProgramFunctions.apply`, which reads `terms`.
     """
     if cap is not None:
         t = tanh(qk * scale, EXTREME)
@@ -345,6 +347,8 @@ def scores(
             s = saturated(s)
     if slope is not None:
         s -= slope * tl.abs(i + shift - j).to(tl.float32)
+    if PROGRAM is not None:
+        s = PROGRAM(s * (1.0 / UNIT), i, j, terms) * UNIT
     if mask is not None:
         if not EXACT:
             s = with_mask(

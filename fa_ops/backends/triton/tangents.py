@@ -38,7 +38,7 @@ class TangentProblem(NamedTuple):
     outs: tuple[Tensor | None, ...]  # out, grad_out, their tangents
     mask_t: Tensor | None
     sizes: tuple[int, int, int, int, int]  # batch, Hq, group, Sq, Sk; tokens for Sq, Sk if packed
-    values: tuple  # of arguments.NAMES without the blocks, and cu_seqlens_q, cu_seqlens_k
+    values: tuple  # of arguments.NAMES without blocks and terms, and cu_seqlens_q, cu_seqlens_k
     kind: Class
     saved: Saved
     tangents: Tangents
@@ -63,7 +63,8 @@ class TangentProblem(NamedTuple):
         }  # fmt: skip
         call = call.changed(scale=scale, mask_blocks=None)
         values, kind = arguments(call, B, Hq, Sq, Sk)
-        without_blocks = [x for n, x in zip(NAMES, values) if not n.startswith("blocks")]
+        without = "blocks", "term_"
+        without_blocks = [x for n, x in zip(NAMES, values) if not n.startswith(without)]
         if mask_t is not None:
             mask_t = mask_t.expand(B, Hq, Sq, Sk)
         sizes = B, Hq, Hq // k.shape[1], Sq, Sk

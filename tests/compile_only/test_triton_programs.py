@@ -1,0 +1,98 @@
+"""Programs in the Triton kernels, compiled without a GPU: they fit; the forward spills nothing."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from fa_ops.backends.triton import launch  # noqa: E402
+from fa_ops.call.call import Saved, attention_call  # noqa: E402
+from fa_ops.programs.program import parse  # noqa: E402
+from tests.compile_only.sass import assert_fits  # noqa: E402
+
+forward = importlib.import_module("fa_ops.backends.triton.forward")
+backward = importlib.import_module("fa_ops.backends.triton.backward")
+
+pytestmark = pytest.mark.skipif(
+    launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
+)
+
+B, H, S = 2, 4, 256
+PROGRAMS = {
+    "distance": "fa1\nt0 float distance h grad\nx0 add(score, t0)\nscore x0\n",
+    "row and column": (
+        "fa1\nt0 float column bh grad\nt1 float row bh grad\nx0 add(score, t1)\nx1 sub(x0, t0)\n"
+        "score x1\n"
+    ),
+    "all": (
+        "fa1\nt0 float tile h grad\nt1 int row b\nt2 int column b\nt3 int blocks:128x128 h\n"
+        "x0 eq(t1, t2)\nx1 eq(t3, 0)\nx2 not(x1)\nx3 and(x0, x2)\nx4 sub(q, k)\nx5 mod(x4, 3)\n"
+        "x6 eq(x5, 0)\nx7 and(x3, x6)\nx8 mul(score, t0)\nx9 tanh(x8)\nmask x7\nscore x9\n"
+    ),
+}  # fmt: skip
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def call_of(name: str, D: int, saved: Saved | None = None):
+    program = parse(PROGRAMS[name])
+    _, floats = program.places("float", B, H, S, S)
+    _, ints = program.places("int", B, H, S, S)
+    q = meta(B, H, S, D)
+    return attention_call(
+        q, q, q, saved=saved, program=PROGRAMS[name], is_causal=True,
+        term_values=meta(floats, dtype=torch.float32) if floats else None,
+        term_indices=meta(ints, dtype=torch.int32) if ints else None,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """compiled(arch, run): the kernels that `run` binds, compiled for `arch`."""
+
+    def collect(arch, run):
+        kernels = []
+
+        def bind(fn, args, constants, options, *, device, **details):
+            target = GPUTarget("cuda", arch, 32)
+            kernels.append(launch.compile_kernel(fn, args, constants, options, target, **details))
+            return lambda grid, args: None
+
+        for host in (forward, backward):
+            monkeypatch.setattr(host, "bind", bind)
+            monkeypatch.setattr(host, "architecture", lambda device: arch)
+            monkeypatch.setattr(host, "_launches", {})
+        monkeypatch.setattr(forward, "address", lambda t: t)
+        monkeypatch.setattr(
+            forward, "empty", lambda size, stride, dtype, device: meta(*size, dtype=dtype)
+        )
+        run()
+        return kernels
+
+    return collect
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("arch, D", [(80, 64), (90, 128)])
+def test_forward_fits(arch, D, name, compiled, tmp_path):
+    (kernel,) = compiled(arch, lambda: forward.forward(call_of(name, D)))
+    assert_fits(kernel, arch, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["distance", "row and column"])
+def test_backward_fits(name, compiled, tmp_path):
+    D = 64
+    grad, lse = meta(B, H, S, D), meta(B, H, S, dtype=torch.float32)
+    saved = Saved(grad, None, grad, lse)
+    kernels = compiled(90, lambda: backward.backward(call_of(name, D, saved)))
+    assert len(kernels) == 2 + sum(term.grad for term in parse(PROGRAMS[name]).terms)
+    for kernel in kernels:  # addresses of distances are one for each score
+        assert_fits(kernel, 90, tmp_path, {"distance": 416, "row and column": 120}[name])

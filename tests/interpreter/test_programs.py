@@ -1,0 +1,102 @@
+"""Programs in Triton's kernels, in the interpreter, against the oracle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops.backends.triton import launch
+from fa_ops.functions import flex
+from tests.programs import functions as f
+
+pytestmark = [
+    pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of numbers that are masked
+]
+
+
+def attend(backend: str, score_mod, mask_mod, grads: bool, shape=(f.B, f.H, f.S, 16), **options):
+    """out, lse and gradients of all that the functions capture."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(shape, dtype=torch.float32, requires_grad=grads) for _ in range(3))
+    out, lse = fa_ops.flex_attention(
+        q, k, v, score_mod, mask_mod=mask_mod, backend=backend, return_lse=True, **options
+    )
+    if not grads:
+        return [out, lse]
+    weight = torch.randn_like(out)
+    loss = (out * weight).sum() + lse.masked_fill(lse == -math.inf, 0.0).sin().sum()
+    leaves = [q, k, v, *f.TRAINED]
+    return [out, lse, *torch.autograd.grad(loss, leaves, allow_unused=True)]
+
+
+def assert_same(score_mod, mask_mod, grads: bool = True, **options) -> None:
+    found, expected = (
+        attend(backend, score_mod, mask_mod, grads, **options)
+        for backend in ("triton", "reference")
+    )
+    for a, b in zip(found, expected, strict=True):
+        if b is None:
+            assert a is None
+        else:
+            scale = 1e-5 + b.masked_fill(b.abs() == math.inf, 0.0).abs().max().item()
+            torch.testing.assert_close(a, b, atol=3e-5 * scale, rtol=3e-4)
+
+
+@pytest.mark.parametrize("name", ["gates", "relative", "scale and offset"])
+def test_scores_and_their_gradients(name):
+    assert_same(f.SCORES[name], None)
+
+
+@pytest.mark.parametrize("name", ["temperature"])
+def test_scores_beside_masks(name):
+    assert_same(f.SCORES[name], f.MASKS["natten"])
+
+
+@pytest.mark.parametrize("name", ["tree", "blocks of heads", "times"])
+def test_masks(name):
+    assert_same(None, f.MASKS[name], grads=False)
+
+
+def test_options_beside_a_program():
+    lens = torch.tensor([60, 96], dtype=torch.int32)
+    assert_same(
+        f.SCORES["gates"], f.MASKS["documents of rows"], is_causal=True, kv_lens=lens,
+        sinks=torch.randn(f.H),
+    )  # fmt: skip
+
+
+def test_a_bias_beside_a_program():
+    score_mod = lambda s, b, h, i, j: torch.tanh(s) * f.FACTOR[h] + f.PAIR_BIAS[h, i, j]  # noqa: E731
+    assert_same(score_mod, None)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_functions(seed):
+    torch.manual_seed(seed)
+    assert_same(f.random_function(seed, True), f.random_function(seed + 50, False), grads=False)
+
+
+def test_nan_in_a_masked_key_changes_nothing():
+    score_mod = lambda s, b, h, i, j: torch.tanh(s)  # noqa: E731
+    mask_mod = lambda b, h, i, j: (j < 40) | (i % 2 == 0)  # noqa: E731
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 70, 16) for _ in range(3))
+    k[:, :, 50], v[:, :, 60] = math.nan, math.inf
+    results = [
+        fa_ops.flex_attention(q, k, v, score_mod, mask_mod=mask_mod, backend=backend)[:, :, 1::2]
+        for backend in ("triton", "reference")
+    ]
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def test_what_triton_lacks_is_refused():
+    q = torch.randn(1, 1, 8, 16)
+    given = flex.Arguments(q, q, q, lambda s, b, h, i, j: s.abs() ** 1.5, backend="triton")
+    call = flex.described(given)
+    with pytest.raises(NotImplementedError, match="has no powers but"):
+        fa_ops.flex_attention(*given[:4], backend="triton")
+    assert "pow" in call.scalars[-1]
