@@ -20,7 +20,7 @@ from fa_ops.ops import autocast, programmed
 from fa_ops.ops.eager import PublicFunction, run
 from fa_ops.programs import tiles
 from fa_ops.programs.expressions import BOOL, INT, Expressions, Node, order
-from fa_ops.programs.program import TILE_SIZE, ScoreProgram, parse
+from fa_ops.programs.program import TILE_SIZE, ScoreProgram, constants_of, parse
 from fa_ops.programs.reader import identity_of, read
 from fa_ops.programs.splitting import Prologue, Split, split
 
@@ -68,8 +68,8 @@ def flex_attention(
 
     Args:
         query: ``(B, Hq, Sq, D)``, as :func:`attention` takes it, here and below.
-        key: ``(B, Hkv, Sk, D)``.
-        value: ``(B, Hkv, Sk, Dv)``.
+        key: ``(B or 1, Hkv, Sk, D)``.
+        value: ``(B or 1, Hkv, Sk, Dv)``.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` gives the score in place of ``scale *
             query . key``. All are tensors of one element: the score float32 (float64 for float64),
             the indices int32. Indices count from 0, so that a causal mask is ``q_idx >= kv_idx``
@@ -125,6 +125,9 @@ def flex_attention(
         query, key, value, score_mod, block_mask, read_scale(scale), enable_gqa, mask_mod,
         tuple(buffers), is_causal, window, key_ranges, kv_lens, sinks, deterministic, backend,
     )  # fmt: skip
+    if _shares_keys(query, key, value):
+        key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
+        given = given._replace(key=key, value=value)
     with_lse = return_lse or bool(getattr(return_aux, "lse", False))
     call = described(given)
     results = run(query, key, value, call.operands, call.scalars, call.function, with_lse)
@@ -134,6 +137,14 @@ def flex_attention(
 
     out, lse = results if with_lse else (results, None)
     return out, AuxOutput(lse=lse, max_scores=None)
+
+
+def _shares_keys(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether all rows of the batch attend one row of keys."""
+    tensors = query, key, value
+    if not all(isinstance(t, Tensor) and t.dim() == 4 for t in tensors):
+        return False
+    return key.shape[0] == value.shape[0] == 1 and query.shape[0] != 1
 
 
 _warned: set[str] = set()
@@ -467,12 +478,33 @@ def _read_and_split(
         tensors.append(table.states)
     grads = [tracing.is_differentiated(t) for t in tensors]
     name = functions[0][1] if functions else None
-    found = split(e, score, conditions, grads, getattr(name, "__qualname__", "score_mod"))
+    name = getattr(name, "__qualname__", "score_mod")
+    found = split(e, score, conditions, grads, name)
+    varying = frozenset() if found.program is None else _varying_constants(str(found.program))
+    if varying:
+        found = split(e, score, conditions, grads, name, varying=varying)
     places = []
     for i, t in enumerate(tensors):
         at = next((at for at, x in enumerate(captured) if x is t), -2 if i in made else -1)
         places.append((at, t if at < 0 else None))
     return found, tuple(places)
+
+
+_programs: dict[str, tuple[list[str], set[int]]] = {}  # by their text without constants
+
+
+def _varying_constants(text: str) -> frozenset[str]:
+    """The constants of a program in whose places another one had others.
+
+    A program that differs from an earlier one by numbers alone reads them as terms: whatever they
+    are next, nothing is compiled again.
+    """
+    form, constants = constants_of(text)
+    if len(_programs) >= _LIMIT:
+        _programs.clear()
+    first, places = _programs.setdefault(form, (constants, set()))
+    places |= {i for i, pair in enumerate(zip(first, constants)) if pair[0] != pair[1]}
+    return frozenset(constants[i] for i in places)
 
 
 def _in_blocks(e: Expressions, condition: Node, table: _Table, tensor: int) -> Node:

@@ -170,6 +170,14 @@ class ScoreProgram(NamedTuple):
         return "\n".join(lines) + "\n"
 
 
+_CONSTANT = re.compile(r"(?<=[( ])-?(?:\d[\w.+-]*|nan)(?=[,)])")
+
+
+def constants_of(text: str) -> tuple[str, list[str]]:
+    """A program's text without its finite constants, and these."""
+    return _CONSTANT.sub("#", text), _CONSTANT.findall(text)
+
+
 def padding_of_distances(Sk: int) -> int:
     """The place of the distance 0 among the elements of a term of distances."""
     return padded(Sk)

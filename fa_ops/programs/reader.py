@@ -441,6 +441,9 @@ def _composed(c: _AtenCall) -> Node:
     match c.name:
         case "reciprocal":
             return e.make("div", one, x)
+        case "tan":
+            f = c.node("self", FLOAT)
+            return e.make("div", e.make("sin", f), e.make("cos", f))
         case "square":
             return e.make("mul", x, x)
         case "relu":
@@ -488,7 +491,7 @@ _RULES: dict[str, Callable[[_AtenCall], Node]] = (
     | dict.fromkeys(("maximum", "minimum"), _extreme)
     | dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamp)
     | dict.fromkeys(FLOAT_FUNCTIONS, _function)
-    | dict.fromkeys("reciprocal square relu sign sgn silu softplus isnan".split(), _composed)
+    | dict.fromkeys("reciprocal square relu sign sgn silu softplus isnan tan".split(), _composed)
     | dict.fromkeys("zeros zeros_like new_zeros ones ones_like new_ones".split(), _constant)
     | dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _constant)
     | dict.fromkeys(("_to_copy", "clone", "contiguous"), lambda c: c.node("self"))

@@ -38,6 +38,7 @@ from fa_ops.programs.expressions import (
     dependencies,
     domains,
     linear_forms,
+    literal,
     order,
     shown,
 )
@@ -96,11 +97,12 @@ class Split(NamedTuple):
 
 def split(
     e: Expressions, score: Node | None, masks: Sequence[Node], grads: Sequence[bool], name: str,
-    whole: bool = False,
+    whole: bool = False, varying: frozenset[str] = frozenset(),
 ) -> Split:  # fmt: skip
     """Split a score and masks; `grads` says of which captured tensors a gradient is wanted.
 
     `whole`: all of the mask is left to the program, but for what reads by query and key.
+    `varying`: constants, as text, that are terms, so that programs do not differ by them.
 
     Raises:
         NotImplementedError: a tensor is read by query and key in a function that no bias expresses.
@@ -131,7 +133,8 @@ def split(
             rest.append(condition)
     score, bias = _without_bias(e, score, dense, name)
     mask = _all(e, rest)
-    factored = _Factored(e, [x for x in (mask, score) if x is not None], dense, grads)
+    roots = [x for x in (mask, score) if x is not None]
+    factored = _Factored(e, roots, dense, grads, varying)
     program = None
     if mask is not None or score is not e.argument("score"):
         kept = None if score is e.argument("score") else factored.new[score]
@@ -392,9 +395,10 @@ class _Factored:
     """Expressions with terms in place of what depends on at most one index."""
 
     def __init__(
-        self, e: Expressions, roots: list[Node], dense: _DenseReads, grads: Sequence[bool]
-    ) -> None:
-        self.e, self.dense, self.grads = e, dense, grads
+        self, e: Expressions, roots: list[Node], dense: _DenseReads, grads: Sequence[bool],
+        varying: frozenset[str],
+    ) -> None:  # fmt: skip
+        self.e, self.dense, self.grads, self.varying = e, dense, grads, varying
         self.terms: list[Term] = []
         self.nodes: list[Node] = []
         self.new: dict[Node, Node] = {}
@@ -435,7 +439,9 @@ class _Factored:
         return domain
 
     def _is_worth(self, node: Node, domain: str) -> bool:
-        if node.op in ("const", "argument"):
+        if node.op == "const":
+            return node.type != BOOL and literal(node.value) in self.varying
+        if node.op == "argument":
             return False
         if node.op == "load":
             return True
@@ -527,6 +533,7 @@ class Prologue:
             q = self._range(0, Sq, rows).unsqueeze(-1)
             k = self._range(0, Sk, columns)
         (value,) = self._evaluated([node], q, k, 4 if term.domain == BLOCKS else 3)
+        value = value[(None,) * (3 - value.dim())]
         value = value.flatten(-2) if term.domain == BLOCKS else value
         if before or behind:
             value = torch.nn.functional.pad(value, (before, behind))

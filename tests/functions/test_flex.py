@@ -189,6 +189,35 @@ def test_a_function_is_read_once(monkeypatch):
     assert len(reads) == 1
 
 
+def test_a_number_that_changes_is_no_new_program():
+    """A program that differs by numbers alone reads them as terms."""
+    q, k, v = tensors(torch.float64, grad=False)
+    texts = []
+    for n, m in ((0.3, 5), (0.7, 5), (-1.25, 5), (0.3, 5), (0.3, 7), (2.0, 9)):
+        score_mod = lambda s, b, h, i, j: torch.tanh(s * n) + s  # noqa: B023, E731
+        mask_mod = lambda b, h, i, j: (i - j) % m < 3  # noqa: B023, E731
+        given = flex.Arguments(q, k, v, score_mod, mask_mod=mask_mod)
+        texts.append(flex.described(given).scalars[-1])
+        out = fa_ops.flex_attention(q, k, v, score_mod, mask_mod=mask_mod)
+        torch.testing.assert_close(out, dense(q, k, v, score_mod, mask_mod), atol=1e-6, rtol=1e-5)
+    assert texts[1] == texts[2] != texts[0] and texts[4] == texts[5]
+
+
+def test_rows_may_share_keys():
+    q, k, v = tensors(torch.float32)
+    k, v = k[:1].detach().requires_grad_(), v[:1].detach().requires_grad_()
+    out = fa_ops.flex_attention(q, k, v, torch_tan)
+    expected = dense(q, k.expand(f.B, -1, -1, -1), v.expand(f.B, -1, -1, -1), torch_tan)
+    torch.testing.assert_close(out, expected)
+    grads = [torch.autograd.grad(x.square().sum(), (k, v)) for x in (out, expected)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def torch_tan(s, b, h, i, j):
+    return torch.sin(torch.cos(s)) + torch.tan(b)
+
+
 # BlockMask.
 
 
