@@ -120,7 +120,7 @@ def keep_left_softmaxes(graph: fx.Graph) -> None:
 def _may_hold_attention(graph: fx.Graph) -> bool:
     names = [raw_name(node) for node in graph.nodes]
     if any("jvp" in name or "make_dual" in name for name in names):
-        return False  # the operator has no forward-mode derivative
+        return False  # tensors that carry tangents are no plain ones: their attention stays
     calls = (*attention_calls.NAMES, flex_attention.NAME)
     known = ("softmax", "softmin", "exp", "exp_", "exp2", *calls)
     softmax = any(name.endswith(known) for name in names)

@@ -83,12 +83,10 @@ def forward(
         operators.forward.bind(args, options),
     )
     is_next = library.is_device_kernel_next(keyset.raw_repr())
-    needed = needs_grad(q, k, v, operands)
-    if operators.jvp is None:
-        floats = operands.attn_mask, operands.sinks, operands.term_values
-        library.reject_forward_ad(operator, q, k, v, *floats)
-    refuse_tangent_of(operands.alibi_slopes)
-    if not (needed or library.has_tangent(q, k, v, operands.attn_mask, operands.sinks)):
+    recorded = needs_grad(q, k, v, operands)
+    if library.is_forward_mode():
+        recorded |= _has_tangent(operators, operator, q, k, v, operands)
+    if not recorded:
         if not is_next:
             return library.redispatch(operator, keyset, q, k, v, *args, **options)
         out, lse = planning.run(signature, q, k, v, operands, scalars, with_lse)
@@ -101,6 +99,17 @@ def forward(
         plan = Prepared(run, signature, call.options, scalars, operand_set(operands))
     recording = Recording(operators, plan, with_lse)
     return library.apply(Attention, recording, q, k, v, *plan.operands.select(operands))
+
+
+def _has_tangent(
+    operators: Operators, operator: OpOverload, q: Tensor, k: Tensor, v: Tensor, operands: Operands
+) -> bool:
+    """Whether a call records tangents. Raises NotImplementedError if it would drop one."""
+    floats = q, k, v, operands.attn_mask, operands.sinks
+    if operators.jvp is None:
+        library.reject_forward_ad(operator, *floats, operands.term_values)
+    refuse_tangent_of(operands.alibi_slopes)
+    return library.has_tangent(*floats)
 
 
 def _redispatch(schema: Schema, keyset, call: Call, q, k, v, operands, with_lse):
