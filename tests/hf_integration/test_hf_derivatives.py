@@ -155,7 +155,7 @@ class TinyDiT(nn.Module):
 
 
 def test_a_dit_with_the_loss_of_meanflow():
-    """u is trained towards v - (t - r) du/dt, du/dt a tangent along (v, 0, 1) (arXiv:2505.13447)."""
+    """u is trained towards v - (t - r) du/dt, a tangent along (v, 0, 1) (arXiv:2505.13447)."""
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):

@@ -44,10 +44,7 @@ from fa_ops.backends.triton.primitives import (
 @triton.jit
 def of_head(x, b, h, stride_b, stride_h, start, stride_s):
     """A pointer to the rows of a batch element, or of a packed sequence, and a head."""
-    if x is None:
-        return None
-    else:
-        return x + b * stride_b + h * stride_h + start * stride_s.to(tl.int64)
+    return x + b * stride_b + h * stride_h + start * stride_s.to(tl.int64)
 
 
 @triton.jit
@@ -122,17 +119,6 @@ def tangents_of_products(a, b, a_t, b_t, shape: tl.constexpr, PRECISION: tl.cons
         return tl.zeros(shape, tl.float32)
 
 
-@triton.jit
-def optional_rows(
-    x, start, stride, end, width: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """Rows of a tensor, None where it is None."""
-    if x is None:
-        return None
-    else:
-        return load_rows(x, start, stride, 0, end, width, ROWS, COLS, True)
-
-
 @triton.jit(do_not_specialize=["Sq", "Sk", "batch", "threshold", "window_left", "window_right"])
 def tangent_kernel(
     q, k, v, q_t, k_t, v_t, out, grad_out, lse, sinks_t, of_out, of_lse, grad_dot,
@@ -172,13 +158,17 @@ def tangent_kernel(
     at = h.to(tl.int64) * Sq + q_start if PACKED else (b * Hq + h).to(tl.int64) * Sq
     hk = h // group
     q = of_head(q, b_at, h, q_stride_b, q_stride_h, q_start, q_stride_s)
-    q_t = of_head(q_t, b_at, h, q_stride_b, q_stride_h, q_start, q_stride_s)
+    if q_t is not None:
+        q_t = of_head(q_t, b_at, h, q_stride_b, q_stride_h, q_start, q_stride_s)
     k = of_head(k, b_at, hk, k_stride_b, k_stride_h, k_start, k_stride_s)
-    k_t = of_head(k_t, b_at, hk, k_stride_b, k_stride_h, k_start, k_stride_s)
+    if k_t is not None:
+        k_t = of_head(k_t, b_at, hk, k_stride_b, k_stride_h, k_start, k_stride_s)
     v = of_head(v, b_at, hk, v_stride_b, v_stride_h, k_start, v_stride_s)
-    v_t = of_head(v_t, b_at, hk, v_stride_b, v_stride_h, k_start, v_stride_s)
+    if v_t is not None:
+        v_t = of_head(v_t, b_at, hk, v_stride_b, v_stride_h, k_start, v_stride_s)
     out = of_head(out, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
-    grad_out = of_head(grad_out, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
+    if grad_out is not None:
+        grad_out = of_head(grad_out, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
     of_out = of_head(of_out, b_at, h, of_out_stride_b, of_out_stride_h, q_start, of_out_stride_s)
     limit = keys
     if kv_lens is not None:
@@ -202,7 +192,9 @@ def tangent_kernel(
     dead = raw_lse == float("-inf")
     m = tl.where(tl.abs(raw_lse) >= 16777216.0, float("inf"), raw_lse)
     qt = load_rows(q, m0, q_stride_s, 0, rows, D, BLOCK_M, BLOCK_D, True)
-    qt_t = optional_rows(q_t, m0, q_stride_s, rows, D, BLOCK_M, BLOCK_D)
+    qt_t = None
+    if q_t is not None:
+        qt_t = load_rows(q_t, m0, q_stride_s, 0, rows, D, BLOCK_M, BLOCK_D, True)
     mean = mean_tangent(qt, qt_t, k, k_t, lo, limit, k_stride_s, scale, cap, D, BLOCK_N, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     n = tl.zeros([BLOCK_M], tl.float32)
@@ -210,7 +202,9 @@ def tangent_kernel(
         n0 = tl.multiple_of(n0, BLOCK_N)
         j = n0 + tl.arange(0, BLOCK_N)[None, :]
         kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
-        kt_t = optional_rows(k_t, n0, k_stride_s, limit, D, BLOCK_N, BLOCK_D)
+        kt_t = None
+        if k_t is not None:
+            kt_t = load_rows(k_t, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
         qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
         raw = tangents_of_products(qt, kt, qt_t, kt_t, [BLOCK_M, BLOCK_N], PRECISION)
         p, z_t, t = weights_and_tangents(
@@ -312,15 +306,21 @@ def second_query_kernel(
     row_at = h * row_stride + row_offset(q_start, b) if PACKED else (b * Hq + h) * row_stride
     hk = h // group
     q = of_head(q, b_at, h, q_stride_b, q_stride_h, q_start, q_stride_s)
-    q_t = of_head(q_t, b_at, h, q_stride_b, q_stride_h, q_start, q_stride_s)
+    if q_t is not None:
+        q_t = of_head(q_t, b_at, h, q_stride_b, q_stride_h, q_start, q_stride_s)
     k = of_head(k, b_at, hk, k_stride_b, k_stride_h, k_start, k_stride_s)
-    k_t = of_head(k_t, b_at, hk, k_stride_b, k_stride_h, k_start, k_stride_s)
+    if k_t is not None:
+        k_t = of_head(k_t, b_at, hk, k_stride_b, k_stride_h, k_start, k_stride_s)
     v = of_head(v, b_at, hk, v_stride_b, v_stride_h, k_start, v_stride_s)
-    v_t = of_head(v_t, b_at, hk, v_stride_b, v_stride_h, k_start, v_stride_s)
+    if v_t is not None:
+        v_t = of_head(v_t, b_at, hk, v_stride_b, v_stride_h, k_start, v_stride_s)
     out = of_head(out, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
-    out_t = of_head(out_t, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
-    grad_out = of_head(grad_out, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
-    grad_out_t = of_head(grad_out_t, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
+    if out_t is not None:
+        out_t = of_head(out_t, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
+    if grad_out is not None:
+        grad_out = of_head(grad_out, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
+    if grad_out_t is not None:
+        grad_out_t = of_head(grad_out_t, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
     dq = of_head(dq, b_at, h, dq_stride_b, dq_stride_h, q_start, dq_stride_s)
     limit = keys
     if kv_lens is not None:
@@ -347,7 +347,9 @@ def second_query_kernel(
     dead = m == float("-inf")
     mu = tl.load(lse_t + at + rows_m, mask=there, other=0.0)
     do = load_rows(grad_out, m0, out_stride_s, 0, rows, Dv, BLOCK_M, BLOCK_DV, True)
-    do_t = optional_rows(grad_out_t, m0, out_stride_s, rows, Dv, BLOCK_M, BLOCK_DV)
+    do_t = None
+    if grad_out_t is not None:
+        do_t = load_rows(grad_out_t, m0, out_stride_s, 0, rows, Dv, BLOCK_M, BLOCK_DV, True)
     o = load_rows(out, m0, out_stride_s, 0, rows, Dv, BLOCK_M, BLOCK_DV, True).to(tl.float32)
     delta = tl.sum(o * do.to(tl.float32), 1)
     if grad_dot is not None:
@@ -368,13 +370,17 @@ def second_query_kernel(
     tl.store(row_delta + row_at + rows_m, delta)
     tl.store(row_of_delta + row_at + rows_m, of_delta)
     qt = load_rows(q, m0, q_stride_s, 0, rows, D, BLOCK_M, BLOCK_D, True)
-    qt_t = optional_rows(q_t, m0, q_stride_s, rows, D, BLOCK_M, BLOCK_D)
+    qt_t = None
+    if q_t is not None:
+        qt_t = load_rows(q_t, m0, q_stride_s, 0, rows, D, BLOCK_M, BLOCK_D, True)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n0 in tl.range(lo, hi, BLOCK_N):
         n0 = tl.multiple_of(n0, BLOCK_N)
         j = n0 + tl.arange(0, BLOCK_N)[None, :]
         kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
-        kt_t = optional_rows(k_t, n0, k_stride_s, limit, D, BLOCK_N, BLOCK_D)
+        kt_t = None
+        if k_t is not None:
+            kt_t = load_rows(k_t, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
         qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
         raw = tangents_of_products(qt, kt, qt_t, kt_t, [BLOCK_M, BLOCK_N], PRECISION)
         p, z_t, t = weights_and_tangents(
@@ -386,7 +392,9 @@ def second_query_kernel(
         if seed is not None:
             kept = dropout_keep(dropout_rows(seed, b * Hq + h, rows_m[:, None], rows), j, threshold)
         vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
-        vt_t = optional_rows(v_t, n0, v_stride_s, limit, Dv, BLOCK_N, BLOCK_DV)
+        vt_t = None
+        if v_t is not None:
+            vt_t = load_rows(v_t, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
         a = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
         a_t = tangents_of_products(do, vt, do_t, vt_t, [BLOCK_M, BLOCK_N], PRECISION)
         w, w_t, ds_t, dx, dx_t = second_gradients(
@@ -440,9 +448,11 @@ def second_key_kernel(
     row_stride = row_capacity(Sq, batch, PACKED)
     row_at = row_offset(q_start, b) if PACKED else b * Hq * row_stride
     k = of_head(k, b_at, hk, k_stride_b, k_stride_h, k_start, k_stride_s)
-    k_t = of_head(k_t, b_at, hk, k_stride_b, k_stride_h, k_start, k_stride_s)
+    if k_t is not None:
+        k_t = of_head(k_t, b_at, hk, k_stride_b, k_stride_h, k_start, k_stride_s)
     v = of_head(v, b_at, hk, v_stride_b, v_stride_h, k_start, v_stride_s)
-    v_t = of_head(v_t, b_at, hk, v_stride_b, v_stride_h, k_start, v_stride_s)
+    if v_t is not None:
+        v_t = of_head(v_t, b_at, hk, v_stride_b, v_stride_h, k_start, v_stride_s)
     dk = of_head(dk, b_at, hk, dk_stride_b, dk_stride_h, k_start, dk_stride_s)
     dv = of_head(dv, b_at, hk, dv_stride_b, dv_stride_h, k_start, dv_stride_s)
     limit = keys
@@ -452,16 +462,25 @@ def second_key_kernel(
     lo, _, _, hi = row_bounds(n0, rows, shift, limit, window_left, window_right, BLOCK_M, BLOCK_N)
     j = n0 + tl.arange(0, BLOCK_N)[:, None]
     kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
-    kt_t = optional_rows(k_t, n0, k_stride_s, limit, D, BLOCK_N, BLOCK_D)
+    kt_t = None
+    if k_t is not None:
+        kt_t = load_rows(k_t, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
     vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
-    vt_t = optional_rows(v_t, n0, v_stride_s, limit, Dv, BLOCK_N, BLOCK_DV)
+    vt_t = None
+    if v_t is not None:
+        vt_t = load_rows(v_t, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for h in range(hk * group, hk * group + group):
         q_head = of_head(q, b_at, h, q_stride_b, q_stride_h, q_start, q_stride_s)
-        q_t_head = of_head(q_t, b_at, h, q_stride_b, q_stride_h, q_start, q_stride_s)
+        q_t_head, do_t_head = None, None
+        if q_t is not None:
+            q_t_head = of_head(q_t, b_at, h, q_stride_b, q_stride_h, q_start, q_stride_s)
         do_head = of_head(grad_out, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
-        do_t_head = of_head(grad_out_t, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s)
+        if grad_out_t is not None:
+            do_t_head = of_head(
+                grad_out_t, b_at, h, out_stride_b, out_stride_h, q_start, out_stride_s
+            )
         stats = row_at + h * row_stride
         slope, mask_head, mask_t_head, ranges_head = None, None, None, None
         begin, end = lo, hi
@@ -486,7 +505,9 @@ def second_key_kernel(
             delta = tl.load(row_delta + stats + rows_m, mask=there, other=0.0)
             of_delta = tl.load(row_of_delta + stats + rows_m, mask=there, other=0.0)
             qt = load_rows(q_head, m0, q_stride_s, 0, rows, D, BLOCK_M, BLOCK_D, True)
-            qt_t = optional_rows(q_t_head, m0, q_stride_s, rows, D, BLOCK_M, BLOCK_D)
+            qt_t = None
+            if q_t_head is not None:
+                qt_t = load_rows(q_t_head, m0, q_stride_s, 0, rows, D, BLOCK_M, BLOCK_D, True)
             qk = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
             raw = tangents_of_products(kt, qt, kt_t, qt_t, [BLOCK_N, BLOCK_M], PRECISION)
             p, z_t, t = weights_and_tangents(
@@ -498,7 +519,9 @@ def second_key_kernel(
             if seed is not None:
                 kept = dropout_keep(dropout_rows(seed, b * Hq + h, i, rows), j, threshold)
             do = load_rows(do_head, m0, out_stride_s, 0, rows, Dv, BLOCK_M, BLOCK_DV, True)
-            do_t = optional_rows(do_t_head, m0, out_stride_s, rows, Dv, BLOCK_M, BLOCK_DV)
+            do_t = None
+            if do_t_head is not None:
+                do_t = load_rows(do_t_head, m0, out_stride_s, 0, rows, Dv, BLOCK_M, BLOCK_DV, True)
             a = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
             a_t = tangents_of_products(vt, do, vt_t, do_t, [BLOCK_N, BLOCK_M], PRECISION)
             w, w_t, ds_t, dx, dx_t = second_gradients(
