@@ -326,7 +326,7 @@ def _generation(arch: int) -> int:
 
 
 # Tiles of the kernels of tangents: of out, of dq, and of dk and dv, by GPU generation and width.
-# Four tiles of scores are alive at a time, beside the sums. Measured on an H200 where figures stand.
+# Four tiles of scores are alive at a time, beside the sums. Measured on an H200 where figures are.
 _TANGENTS = {
     80: {
         64: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1)),
