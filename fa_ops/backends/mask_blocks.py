@@ -18,7 +18,11 @@ EMPTY, FULL, MIXED = 0, 1, 2
 
 def mask_blocks(mask: Tensor) -> Tensor:
     """The lists (B, H, L) of a mask (B, H, rows, columns)."""
-    states = tile_states(mask)
+    return lists_of_states(tile_states(mask))
+
+
+def lists_of_states(states: Tensor) -> Tensor:
+    """The lists (B, H, L) of the states of tiles (B, H, m, n)."""
     lists = (_lists(states), _lists(states.transpose(2, 3)))
     return torch.cat([x.flatten(2) for x in lists], 2)
 

@@ -495,6 +495,7 @@ class Prologue:
             found = self._view(t, node, full, rank)
             if found is None:
                 found = torch.ops.aten.index(t, index) if index else t
+            found = found.to(self.device)  # a number may be on the CPU
             return found.to({FLOAT: self.dtype, INT: torch.int64, BOOL: torch.bool}[node.type])
 
         return evaluate(nodes, leaf, self.dtype, self.device)

@@ -80,6 +80,30 @@ def test_random_functions(seed):
     assert_same(f.random_function(seed, True), f.random_function(seed + 50, False), grads=False)
 
 
+def test_tiles_that_runs_leave_out_are_skipped():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 300, 16, requires_grad=True) for _ in range(3))
+    table = torch.randn(300, requires_grad=True)
+    score_mod = lambda s, b, h, i, j: torch.tanh(s) + table[j]  # noqa: E731
+    mask_mod = lambda b, h, i, j: (i // 128 == j // 128) & ((i - j) % 3 != 0)  # noqa: E731
+    runs = fa_ops.mask_tiles(mask_mod, 1, 1, 300, 300)
+    everything = lambda b, h, i, j: (i - j) % 3 != 0  # noqa: E731
+    found = [
+        fa_ops.flex_attention(q, k, v, score_mod, tiles, mask_mod=mod, backend="triton")
+        for mod, tiles in ((mask_mod, None), (everything, runs))  # the runs of another mask
+    ]
+    expected = fa_ops.flex_attention(q, k, v, score_mod, mask_mod=mask_mod, backend="reference")
+    weight = torch.randn_like(expected)
+    leaves = q, k, v, table
+    wanted = torch.autograd.grad(expected, leaves, weight)
+    for out in found:
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    for a, b in zip(torch.autograd.grad(found[1], leaves[:3], weight), wanted):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    (of_table,) = torch.autograd.grad(found[0], (table,), weight)
+    torch.testing.assert_close(of_table, wanted[3], atol=1e-5, rtol=1e-4)
+
+
 def test_nan_in_a_masked_key_changes_nothing():
     score_mod = lambda s, b, h, i, j: torch.tanh(s)  # noqa: E731
     mask_mod = lambda b, h, i, j: (j < 40) | (i % 2 == 0)  # noqa: E731

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
+from fa_ops.backends.mask_blocks import EMPTY, MIXED, lists_of_states
 from fa_ops.call.call import Call
-from fa_ops.call.options import ALIGNMENT, MAX_LENGTH, mask_tiles
+from fa_ops.call.options import ALIGNMENT, MASK_BLOCK, MAX_LENGTH, mask_tiles
+from fa_ops.programs.tiles import states_of_runs
 
 LOG2E = 1.4426950408889634
 _MAX_WINDOW = 2 * MAX_LENGTH  # longer than every sequence, and small enough to add to a position
@@ -91,7 +93,11 @@ def arguments(call: Call, B: int, Hq: int, Sq: int, Sk: int) -> tuple[tuple, Cla
     factor = scale / softcap if capped else scale * LOG2E
     values = (_single(factor), _single(softcap * LOG2E) if capped else None)
     values += _mask(mask, B, Hq, Sq, Sk)
-    values += _blocks(mask_blocks, mask, B, Hq)
+    runs = call.operands.tile_runs
+    if runs is None:
+        values += _blocks(mask_blocks, mask, B, Hq)
+    else:
+        values += _blocks_of_runs(runs, B, Hq, Sq, Sk)
     if slopes is not None:
         slopes = slopes.contiguous()
     values += (slopes, 0 if slopes is None or slopes.dim() == 1 else Hq)
@@ -112,7 +118,7 @@ def arguments(call: Call, B: int, Hq: int, Sq: int, Sk: int) -> tuple[tuple, Cla
         right=right is not None,
         softcap=capped,
         mask=None if mask is None else _mask_class(values[2], values[3:7]),
-        blocks=mask_blocks is not None,
+        blocks=mask_blocks is not None or runs is not None,
         slopes=slopes is not None,
         sinks=None if sinks is None else sinks.dtype,
         kv_lens=kv_lens is not None,
@@ -159,6 +165,14 @@ def _blocks(blocks: Tensor | None, mask: Tensor | None, B: int, Hq: int) -> tupl
         return (None, *_NO_STRIDES)
     blocks = blocks.expand(B, Hq, blocks.shape[2])
     return (blocks, *blocks.stride()[:2], *mask_tiles(mask)[2:])
+
+
+def _blocks_of_runs(runs: Tensor, B: int, Hq: int, Sq: int, Sk: int) -> tuple:
+    """The lists of the tiles in runs, in all of which masks, and a bias, are read."""
+    m, n = (-(-size // MASK_BLOCK) for size in (Sq, Sk))
+    kept = states_of_runs(runs, m, n) != EMPTY
+    blocks = lists_of_states(torch.where(kept, MIXED, EMPTY)).expand(B, Hq, -1)
+    return (blocks, *blocks.stride()[:2], m, n)
 
 
 def _mask_class(mask: Tensor, strides: tuple) -> tuple[torch.dtype, bool, bool]:
