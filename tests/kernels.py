@@ -10,7 +10,6 @@ from torch import Tensor
 from fa_ops.backends import reference
 from fa_ops.ops import merge
 from fa_ops.testing.caches import CacheCase
-from tests.groups import Cache, call_of, groups
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -26,14 +25,11 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def assert_batch_invariant(backend, case: CacheCase) -> tuple[Tensor, Tensor]:
     """Check that each row of a batch is bitwise equal to a batch of that row; return (out, lse)."""
-    q, k, v, _, spec = groups(case.fresh())
-    cache = Cache(batch_invariant=True)
-    together = backend.cache_forward(call_of(q, k, v, spec, cache=cache))
+    call = case.fresh().changed(batch_invariant=True)
+    together = backend.cache_forward(call)
     for b in range(case.B):
-        row = (x[b : b + 1] for x in (q, k, v))
-        alone = backend.cache_forward(
-            call_of(*row, spec._replace(kv_lens=spec.kv_lens[b : b + 1]), cache=cache)
-        )
+        q, k, v, lens = (x[b : b + 1] for x in (*call[:3], call.operands.kv_lens))
+        alone = backend.cache_forward(call.changed(query=q, key=k, value=v, kv_lens=lens))
         assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together, alone))
     return together
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import fa_ops
+from fa_ops.ops import quantized
 from fa_ops.testing.quantized import QuantizedCase
-from tests.groups import groups
 
 
 def run(case: QuantizedCase, backend: str | None = None) -> tuple:
@@ -17,23 +17,22 @@ def run(case: QuantizedCase, backend: str | None = None) -> tuple:
 
 def public_call(case: QuantizedCase, backend: str | None = None) -> tuple[Callable, tuple, dict]:
     """The public function, its arguments and its keywords."""
-    q, k, v, how, spec = groups(case.fresh())
-    options = dict(
-        is_causal=spec.is_causal, scale=spec.scale, window=(spec.window_left, spec.window_right),
-        softcap=spec.softcap, sinks=spec.sinks, kv_lens=spec.kv_lens, key_ranges=spec.key_ranges,
+    call = case.fresh()
+    t, o = call.operands, call.options
+    given = dict(
+        is_causal=o.is_causal, scale=o.scale, window=(o.window_left, o.window_right),
+        softcap=o.softcap, sinks=t.sinks, kv_lens=t.kv_lens, key_ranges=t.key_ranges,
         return_lse=True, backend=backend,
     )  # fmt: skip
-    if how.q_scale is not None:
-        scales = dict(zip(how._fields, how[:3]))
-        return fa_ops.attention, (q, k, v), scales | options
-    flags = dict(zip(how._fields[3:], how[3:]))
-    return fa_ops.quantized_attention, (q, k, v), flags | options
+    if t.q_scale is not None:
+        given |= dict(q_scale=t.q_scale, k_scale=t.k_scale, v_scale=t.v_scale)
+        return fa_ops.attention, call[:3], given
+    given |= dict(qk_dtype=o.qk_dtype, smooth_key=o.smooth_key, rotate=o.rotate)
+    return fa_ops.quantized_attention, call[:3], given
 
 
-def call_of(case: QuantizedCase) -> tuple[tuple, dict]:
+def operator_call(case: QuantizedCase) -> tuple[tuple, dict]:
     """The operator's arguments and keywords."""
-    q, k, v, how, spec = groups(case.fresh())
-    names = "scale", "window_left", "window_right", "softcap", "sinks", "kv_lens", "key_ranges"
-    options = {name: getattr(spec, name) for name in names}
-    options |= dict(zip(how._fields[3:], how[3:]))
-    return (q, k, v, *how[:3], spec.is_causal), options
+    call = case.fresh()
+    args, options = quantized.SCHEMA.arguments(call)
+    return (*call[:3], *args), options

@@ -12,10 +12,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from fa_ops.backends.triton import launch  # noqa: E402
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
 from fa_ops.backends.triton.configs import backward_tiles  # noqa: E402
-from fa_ops.call.call import Saved  # noqa: E402
+from fa_ops.call.call import Saved, attention_call  # noqa: E402
 from fa_ops.testing import random_case  # noqa: E402
+from fa_ops.testing.inputs import with_each  # noqa: E402
 from tests.compile_only.sass import SHARED, assert_fits, disassembled, innermost_loop  # noqa: E402
-from tests.groups import Packing, Spec, call_of, groups  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.backward")
 
@@ -53,12 +53,13 @@ def compiled(monkeypatch):
     return collect
 
 
-def dense(D, spec, S=S, dtype=torch.bfloat16, mask_grad=False):
+def dense(D, options, S=S, dtype=torch.bfloat16, mask_grad=False):
     def run():
         q, out, grad = (meta(B, HQ, S, D, dtype=dtype) for _ in range(3))
         k, v = (meta(B, HKV, S, D, dtype=dtype) for _ in range(2))
         lse = meta(B, HQ, S, dtype=torch.float32)
-        host.backward(call_of(q, k, v, spec, saved=Saved(grad, None, out, lse, mask_grad)))
+        saved = Saved(grad, None, out, lse, mask_grad)
+        host.backward(attention_call(q, k, v, saved=saved, **options))
 
     return run
 
@@ -84,7 +85,7 @@ if launch.VERSION >= (3, 9):  # which computes the descriptors of products in or
 @pytest.mark.parametrize("arch", SHARED)
 def test_fits(arch, D, compiled, tmp_path):
     """Lengths that are no multiple of a block, where more is masked."""
-    for kernel in compiled(arch, dense(D, Spec(is_causal=True), S=250)).values():
+    for kernel in compiled(arch, dense(D, {"is_causal": True}, S=250)).values():
         spills = HOPPER_SPILLS[D] if arch == 90 else 32
         # most of them where gradients are recomputed beside a NaN or Inf
         if (arch, D) == (100, 256):
@@ -94,7 +95,7 @@ def test_fits(arch, D, compiled, tmp_path):
 
 @pytest.mark.parametrize("D, causal", [(64, True), (128, False), (128, True), (256, True)])
 def test_products_on_hopper_are_asynchronous(D, causal, compiled, tmp_path):
-    kernels = compiled(90, dense(D, Spec(is_causal=causal)))
+    kernels = compiled(90, dense(D, {"is_causal": causal}))
     for name, products in (("query_grad_kernel", 3), ("key_value_grad_kernel", 4)):
         assert_fits(kernels[name], 90, tmp_path, HOPPER_SPILLS[D])
         loop = innermost_loop(disassembled(kernels[name].asm["cubin"], tmp_path))
@@ -108,7 +109,7 @@ def test_products_on_hopper_are_asynchronous(D, causal, compiled, tmp_path):
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("arch", [90, 120])
 def test_fp32_fits(arch, D, compiled, tmp_path):
-    for kernel in compiled(arch, dense(D, Spec(is_causal=True), dtype=torch.float32)).values():
+    for kernel in compiled(arch, dense(D, {"is_causal": True}, dtype=torch.float32)).values():
         # the loop of 128 wide heads has 3 loads of spilled values among 3756 instructions on sm_120
         assert_fits(kernel, arch, tmp_path, 40 if (arch, D) == (120, 128) else 16)
 
@@ -117,16 +118,12 @@ def test_fp32_fits(arch, D, compiled, tmp_path):
 def test_every_feature_compiles(seed, compiled):
     """What the interpreter lets pass, such as a loop variable that changes its type."""
     case = random_case(seed, dtype=(torch.bfloat16, torch.float16)[seed % 2])
-    q, k, v, spec = groups(case.fresh())
-    q, k, v, *options = (
-        x.to("meta") if isinstance(x, torch.Tensor) else x for x in (q, k, v, *spec)
-    )
+    call = with_each(case.fresh(), lambda name, x: x.to("meta"))
     out = meta(case.B, case.Hq, case.Sq, case.Dv, dtype=case.dtype)
     lse = meta(case.B, case.Hq, case.Sq, dtype=torch.float32)
 
     def run():
-        spec = Spec(*options)
-        host.backward(call_of(q, k, v, spec, saved=Saved(out, lse, out, lse, case.mask == "float")))
+        host.backward(call._replace(saved=Saved(out, lse, out, lse, case.mask == "float")))
 
     assert len(compiled((80, 90)[seed % 2], run)) == 2 + (case.mask == "float")
 
@@ -138,10 +135,8 @@ def test_packed_compiles_without_spills(causal, compiled, tmp_path):
         k, v = (meta(900, HKV, 64) for _ in range(2))
         ends = meta(B + 1, dtype=torch.int32)
         lse = meta(HQ, 1000, dtype=torch.float32)
-        spec = Spec(is_causal=causal)
-        host.varlen_backward(
-            call_of(q, k, v, spec, packing=Packing(ends, ends), saved=Saved(grad, None, out, lse))
-        )
+        call = attention_call(q, k, v, is_causal=causal, cu_seqlens_q=ends, cu_seqlens_k=ends)
+        host.varlen_backward(call._replace(saved=Saved(grad, None, out, lse)))
 
     for kernel in compiled(80, run).values():
         assert_fits(kernel, 80, tmp_path, 16)

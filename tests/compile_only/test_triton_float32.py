@@ -12,9 +12,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from fa_ops.backends.triton import configs, launch, matrix_products  # noqa: E402
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
 from fa_ops.backends.triton.configs import backward_tiles  # noqa: E402
-from fa_ops.call.call import Saved  # noqa: E402
+from fa_ops.call.call import Saved, attention_call  # noqa: E402
 from tests.compile_only.sass import assert_fits, disassembled, innermost_loop  # noqa: E402
-from tests.groups import Packing, Spec, call_of  # noqa: E402
 
 HOSTS = [importlib.import_module(f"fa_ops.backends.triton.{x}") for x in ("forward", "backward")]
 FORWARD, BACKWARD = HOSTS
@@ -96,19 +95,18 @@ def compiled(monkeypatch):
     return collect
 
 
-def forward(D, spec, S=S):
+def forward(D, options, S=S):
     return lambda: FORWARD.forward(
-        call_of(meta(B, HQ, S, D), *(meta(B, HKV, S, D) for _ in "kv"), spec)
+        attention_call(meta(B, HQ, S, D), *(meta(B, HKV, S, D) for _ in "kv"), **options)
     )
 
 
-def backward(D, spec, S=S, mask_grad=False):
+def backward(D, options, S=S, mask_grad=False):
     def run():
         q, out, grad = (meta(B, HQ, S, D) for _ in range(3))
         k, v = (meta(B, HKV, S, D) for _ in range(2))
-        BACKWARD.backward(
-            call_of(q, k, v, spec, saved=Saved(grad, None, out, meta(B, HQ, S), mask_grad))
-        )
+        saved = Saved(grad, None, out, meta(B, HQ, S), mask_grad)
+        BACKWARD.backward(attention_call(q, k, v, saved=saved, **options))
 
     return run
 
@@ -127,7 +125,7 @@ def test_the_second_kernel_reads_only_blocks_that_the_first_wrote(arch, D):
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_fits(arch, D, run, compiled, tmp_path):
     """Lengths that are no multiple of a block, where more is masked."""
-    kernels = compiled(arch, run(D, Spec(is_causal=True), S=250))
+    kernels = compiled(arch, run(D, {"is_causal": True}, S=250))
     assert len(kernels) == (2 if run is forward else 3)
     for name, kernel in kernels.items():
         assert_fits(kernel, arch, tmp_path, MORE_SPILLS.get((arch, name, D), SPILLS[name][D]))
@@ -136,8 +134,8 @@ def test_fits(arch, D, run, compiled, tmp_path):
 @pytest.mark.parametrize("D", [32, 64, 128])
 def test_products_on_hopper(D, compiled, tmp_path):
     """Six for each of float32, none of which waits alone, and no spilled value between them."""
-    spec = Spec(is_causal=True)
-    kernels = compiled(90, forward(D, spec)) | compiled(90, backward(D, spec))
+    options = {"is_causal": True}
+    kernels = compiled(90, forward(D, options)) | compiled(90, backward(D, options))
     products = {"forward_kernel": 2, "query_grad_kernel": 3, "key_value_grad_kernel": 4}
     for name, count in products.items():
         loop = innermost_loop(disassembled(kernels[name].asm["cubin"], tmp_path))
@@ -160,7 +158,7 @@ MORE_OF_LOADED = 0 if launch.VERSION == (3, 7) else 512
 @pytest.mark.parametrize("run", [forward, backward], ids=["forward", "backward"])
 def test_division_of_what_is_loaded(run, D, compiled, tmp_path):
     """One launch less, and the same products."""
-    kernels = compiled(90, run(D, Spec(is_causal=True), S=250), "loaded")
+    kernels = compiled(90, run(D, {"is_causal": True}, S=250), "loaded")
     assert kernels.keys() == (
         {"forward_kernel"} if run is forward else {"query_grad_kernel", "key_value_grad_kernel"}
     )
@@ -174,15 +172,15 @@ def test_division_of_what_is_loaded(run, D, compiled, tmp_path):
 @pytest.mark.parametrize("arch, D", [(80, 128), (90, 64)])
 @pytest.mark.parametrize("run", [forward, backward], ids=["forward", "backward"])
 def test_every_feature_compiles(run, arch, D, compiled):
-    spec = Spec(
+    options = dict(
         is_causal=True, window_left=9, key_ranges=meta(B, HQ, S, 2, dtype=torch.int32),
         softcap=20.0, alibi_slopes=meta(HQ), attn_mask=meta(B, HQ, S, S), dropout_p=0.1,
         dropout_seed=meta(1, dtype=torch.int64), kv_lens=meta(B, dtype=torch.int32),
     )  # fmt: skip
     if run is forward:
-        assert len(compiled(arch, forward(D, spec._replace(sinks=meta(HQ))))) == 2
+        assert len(compiled(arch, forward(D, options | {"sinks": meta(HQ)}))) == 2
     else:
-        assert len(compiled(arch, backward(D, spec, mask_grad=True))) == 4
+        assert len(compiled(arch, backward(D, options, mask_grad=True))) == 4
 
 
 def test_packed_compiles(compiled, tmp_path):
@@ -190,11 +188,9 @@ def test_packed_compiles(compiled, tmp_path):
         ends, lse = meta(B + 1, dtype=torch.int32), meta(HQ, 1000)
         q, out, grad = (meta(1000, HQ, 64) for _ in range(3))
         k, v = (meta(900, HKV, 64) for _ in range(2))
-        packing = Packing(ends, ends)
-        FORWARD.varlen_forward(call_of(q, k, v, Spec(), packing=packing))
-        BACKWARD.varlen_backward(
-            call_of(q, k, v, Spec(), packing=packing, saved=Saved(grad, None, out, lse))
-        )
+        call = attention_call(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends)
+        FORWARD.varlen_forward(call)
+        BACKWARD.varlen_backward(call._replace(saved=Saved(grad, None, out, lse)))
 
     for name, kernel in compiled(90, run).items():
         # with the bounds of sequences

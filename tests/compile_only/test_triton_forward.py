@@ -11,8 +11,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import arguments, launch  # noqa: E402
 from fa_ops.backends.triton.configs import forward_tile  # noqa: E402
+from fa_ops.call.call import attention_call  # noqa: E402
 from tests.compile_only.sass import SHARED, assert_fits, disassembled, main_loop  # noqa: E402
-from tests.groups import Spec, call_of  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
 
@@ -29,12 +29,12 @@ def meta(*shape, dtype=torch.float32):
 
 LENGTHS = {"kv_lens": meta(B, dtype=torch.int32), "sinks": meta(Hq)}
 KINDS = {
-    "full": Spec(),
-    "causal": Spec(is_causal=True),
-    "positions": Spec(
+    "full": {},
+    "causal": {"is_causal": True},
+    "positions": dict(
         is_causal=True, window_left=9, key_ranges=meta(B, Hq, S, 2, dtype=torch.int32), **LENGTHS
     ),
-    "everything": Spec(
+    "everything": dict(
         is_causal=True, window_left=9, key_ranges=meta(B, Hq, S, 2, dtype=torch.int32),
         softcap=20.0, alibi_slopes=meta(Hq), attn_mask=meta(B, Hq, S, S), dropout_p=0.1,
         dropout_seed=meta(1, dtype=torch.int64), **LENGTHS,
@@ -42,10 +42,10 @@ KINDS = {
 }  # fmt: skip
 
 
-def compiled(arch, D, spec, dtype=torch.bfloat16, packed=False, Dv=None, page=0):
+def compiled(arch, D, options, dtype=torch.bfloat16, packed=False, Dv=None, page=0):
     q, v, lse = meta(B, Hq, S, D, dtype=dtype), meta(B, Hq, S, Dv or D, dtype=dtype), meta(B, Hq, S)
     strides = q.stride()[:3] * 2 + v.stride()[:3]
-    values, kind = arguments.arguments(call_of(q, q, v, spec), B, Hq, S, S)
+    values, kind = arguments.arguments(attention_call(q, q, v, **options), B, Hq, S, S)
     ends = (meta(B + 1, dtype=torch.int32),) * 2 if packed else (None, None)
     pages = (meta(B, 16, dtype=torch.int32), 16, 32) if page else (None, 0, 0)
     args = (q, q, v, v, lse, *strides, B, Hq, 1, S, S, *values, *ends, *pages)
@@ -82,10 +82,10 @@ KEPT = {(3, 6): 184}.get(launch.VERSION, 8 if launch.VERSION >= (3, 9) else 0)
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("arch", [*SHARED])
 def test_pages_fit(arch, page, tmp_path):
-    spec = Spec(is_causal=True, kv_lens=LENGTHS["kv_lens"])
+    options = {"is_causal": True, "kv_lens": LENGTHS["kv_lens"]}
     for D in (64, 128, 256):
         kept = KEPT if (arch, D) == (90, 256) else 0
-        assert_fits(compiled(arch, D, spec, page=page), arch, tmp_path, kept)
+        assert_fits(compiled(arch, D, options, page=page), arch, tmp_path, kept)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -100,8 +100,8 @@ def test_fp32_fits(D, tmp_path):
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_products_on_hopper_are_asynchronous(D, kind, tmp_path):
     page = int(kind[5:]) if kind.startswith("page ") else 0
-    spec = KINDS["causal" if page or kind == "packed" else kind]
-    kernel = compiled(90, D, spec, packed=kind == "packed", page=page)
+    options = KINDS["causal" if page or kind == "packed" else kind]
+    kernel = compiled(90, D, options, packed=kind == "packed", page=page)
     assert_fits(kernel, 90, tmp_path, KEPT if D == 256 else 0)
     code = disassembled(kernel.asm["cubin"], tmp_path)
     products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")

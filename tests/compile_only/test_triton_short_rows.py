@@ -11,10 +11,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch, short_rows  # noqa: E402
 from fa_ops.backends.triton.configs import holds_short_rows  # noqa: E402
-from fa_ops.call.call import Saved  # noqa: E402
+from fa_ops.call.call import Saved, attention_call  # noqa: E402
 from fa_ops.call.options import Operands  # noqa: E402
 from tests.compile_only.sass import assert_fits, disassembled, main_loop  # noqa: E402
-from tests.groups import Spec, call_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
@@ -41,12 +40,13 @@ def compiled(monkeypatch):
 
         monkeypatch.setattr(short_rows, "bind", bind)
         monkeypatch.setattr(short_rows, "_launches", {})
-        q, spec = meta(B, H, S, D), Spec(meta(1 if shared else B, H, S, S))
+        q = meta(B, H, S, D)
+        call = attention_call(q, q, q, attn_mask=meta(1 if shared else B, H, S, S))
         if backward:
             lse = meta(B, H, S, dtype=torch.float32)
-            short_rows.backward(call_of(q, q, q, spec, saved=Saved(q, None, q, lse, True)))
+            short_rows.backward(call._replace(saved=Saved(q, None, q, lse, True)))
         else:
-            short_rows.forward(call_of(q, q, q, spec))
+            short_rows.forward(call)
         return kernels[0]
 
     return collect
@@ -108,7 +108,7 @@ def tensors(shift=0, shared=True):
 def prepared(backward, shared=True):
     """() -> what runs calls with the geometry of `tensors`, forward or backward."""
     q, k, v, bias = tensors(shared=shared)
-    call = call_of(q, k, v, Spec(bias))
+    call = attention_call(q, k, v, attn_mask=bias)
     if not backward:
         run = short_rows.prepare(call)
         return lambda q, k, v, bias: run(q, k, v, Operands(bias))

@@ -13,7 +13,6 @@ from tests.compile_only import test_triton_backward as backward  # noqa: E402
 from tests.compile_only import test_triton_decode as decode  # noqa: E402
 from tests.compile_only import test_triton_forward as forward  # noqa: E402
 from tests.compile_only.sass import assert_fits, disassembled, innermost_loop  # noqa: E402
-from tests.groups import Spec  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
@@ -58,7 +57,7 @@ def test_backward_fits(arch, monkeypatch, tmp_path):
     monkeypatch.setattr(backward.host, "bind", collect)
     monkeypatch.setattr(backward.host, "architecture", lambda device: arch)
     monkeypatch.setattr(backward.host, "_launches", {})
-    backward.dense(512, Spec(is_causal=True), S=250)()
+    backward.dense(512, {"is_causal": True}, S=250)()
     allowed = (IN_LOOP if arch == 90 else 0, 0, 0)
     for kernel, spills, in_loop in zip(kernels, SPILLS[arch], allowed, strict=True):
         assert_fits(kernel, arch, tmp_path, spills)

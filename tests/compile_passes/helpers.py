@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 import compile_passes
 from compile_passes import Finding
 from fa_ops.testing import assert_within_budget, make_case
-from tests.groups import groups
 
 
 @dataclasses.dataclass
@@ -69,7 +68,7 @@ def printed(module: fx.GraphModule) -> list[str]:
 def qkv(dtype: torch.dtype = torch.float32, **shape: int) -> tuple[Tensor, Tensor, Tensor]:
     """(B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)"""
     sizes = {"B": 2, "Hq": 4, "Hkv": 4, "Sq": 12, "Sk": 12, "D": 8, "Dv": 8} | shape
-    return groups(make_case(**sizes, dtype=dtype).fresh())[:3]
+    return make_case(**sizes, dtype=dtype).fresh()[:3]
 
 
 def results(function: Callable, inputs: tuple, train: bool, dtype: torch.dtype | None = None):

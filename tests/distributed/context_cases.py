@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa_ops.backends import dropout, reference
-from fa_ops.call.call import Call
+from fa_ops.call.call import Call, attention_call
 from fa_ops.distributed import balanced_layout, context_parallel_attention, shard, unshard
 from fa_ops.ops import dense
 from fa_ops.testing.budget import _farthest, _with_rounding, assert_within_budget, naive
 from fa_ops.testing.inputs import short_repr
-from tests.groups import Packing, Spec, call_of
 
 HALF = torch.bfloat16
 
@@ -137,13 +136,15 @@ def whole_inputs(case: ContextCase, world: int) -> tuple[list[Tensor], dict]:
     return tensors, options
 
 
-def spec_of(case: ContextCase, tensors: dict) -> Spec:
-    """The options of one process."""
+def whole_call(case: ContextCase, q: Tensor, k: Tensor, v: Tensor, operands: dict) -> Call:
+    """The call of one process."""
     left, right = (-1 if side is None else side for side in case.window or (None, None))
-    return Spec(
-        None, case.dropout_p, case.is_causal, case.scale, left, right, case.softcap,
-        tensors.get("alibi_slopes"), tensors.get("sinks"), tensors.get("kv_lens"),
-        tensors.get("key_ranges"), dropout_seed(case), case.deterministic,
+    ends = operands.pop("cu_seqlens", None)
+    return attention_call(
+        q, k, v, dropout_p=case.dropout_p, is_causal=case.is_causal, scale=case.scale,
+        window_left=left, window_right=right, softcap=case.softcap, cu_seqlens_q=ends,
+        cu_seqlens_k=ends, dropout_seed=dropout_seed(case), deterministic=case.deterministic,
+        **operands,
     )  # fmt: skip
 
 
@@ -171,19 +172,17 @@ def one_process(
     A `sign` of 1 or -1 adds the rounding errors of a flash backward's saved tensors, as
     `fa_ops.testing` does for naive attention.
     """
-    tensors, options = whole_inputs(case, world)
+    tensors, operands = whole_inputs(case, world)
     tensors = [x.to(dtype).requires_grad_() for x in tensors]
     leaves = dict(zip("qkv", tensors, strict=True))
     if case.sinks:
         wide = torch.promote_types(dtype, torch.float32)
-        options["sinks"] = leaves["sinks"] = options["sinks"].to(wide).requires_grad_()
-    spec = spec_of(case, options)
+        operands["sinks"] = leaves["sinks"] = operands["sinks"].to(wide).requires_grad_()
     if case.documents is None:
-        out, lse = attend(call_of(*tensors, spec))
+        out, lse = attend(whole_call(case, *tensors, operands))
     else:
-        packing = Packing(options["cu_seqlens"], options["cu_seqlens"])
         packed = (x[0].transpose(0, 1) for x in tensors)
-        out, lse = reference.varlen(call_of(*packed, spec, packing=packing), attend)
+        out, lse = reference.varlen(whole_call(case, *packed, operands), attend)
         out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     weights = loss_weights(case, out, lse)
     if sign:

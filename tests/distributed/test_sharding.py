@@ -14,7 +14,6 @@ import fa_ops
 from fa_ops.distributed import context_parallel_attention
 from fa_ops.ops import dense
 from fa_ops.testing import make_case
-from tests.groups import groups
 
 WORLD = 2
 CASE = make_case(
@@ -32,8 +31,10 @@ def function(q, k, v, mask, sinks, slopes, lens):
 
 def arguments(requires_grad: bool = True) -> tuple[list, list]:
     """The arguments that are differentiated, and the others."""
-    q, k, v, spec = groups(CASE.fresh(requires_grad=requires_grad))
-    return [q, k, v, spec.attn_mask, spec.sinks], [spec.alibi_slopes, spec.kv_lens]
+    call = CASE.fresh(requires_grad=requires_grad)
+    q, k, v = call[:3]
+    t = call.operands
+    return [q, k, v, t.attn_mask, t.sinks], [t.alibi_slopes, t.kv_lens]
 
 
 def loss(out, lse):

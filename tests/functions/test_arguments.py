@@ -13,26 +13,26 @@ import torch.nn.functional as F
 
 import fa_ops
 from fa_ops.backends import cpu
+from fa_ops.call.options import NO_OPERANDS, Options
 from fa_ops.ops import dense, kv_cache, varlen
 from fa_ops.testing import make_case
-from tests.groups import Spec, groups
 
 
 def qkv(**options):
-    return groups(make_case(B=2, Hq=4, Hkv=4, Sq=5, Sk=5, D=8, Dv=8).fresh(**options))[:3]
+    return make_case(B=2, Hq=4, Hkv=4, Sq=5, Sk=5, D=8, Dv=8).fresh(**options)[:3]
 
 
 @pytest.fixture
-def specs(monkeypatch):
-    """The specs that reach a backend."""
-    specs, choose = [], fa_ops.plans.dispatch.choose
+def calls(monkeypatch):
+    """The calls that reach a backend."""
+    calls, choose = [], fa_ops.plans.dispatch.choose
 
     def spy(call):
-        specs.append(groups(call)[-1])
+        calls.append(call)
         return choose(call)
 
     monkeypatch.setattr(fa_ops.plans.dispatch, "choose", spy)
-    return specs
+    return calls
 
 
 def test_the_first_arguments_are_those_of_sdpa():
@@ -77,7 +77,7 @@ def test_return_lse_returns_the_log_sum_of_exponentials():
         ((np.uint64(2**64 - 1), 0), (-1, 0)),
     ],
 )
-def test_windows_are_normalised(specs, window, sides):
+def test_windows_are_normalised(calls, window, sides):
     """By every entry point, backends receive Python ints below 2**31 - 1, or -1."""
     q, k, v = qkv()
     ends = torch.tensor([0, 5], dtype=torch.int32)
@@ -99,9 +99,9 @@ def test_windows_are_normalised(specs, window, sides):
         packed, lse = varlen.VARLEN(*tokens, ends, ends, **given)
         varlen.BACKWARD(packed, None, *tokens, packed, lse, ends, ends, **given)
         kv_cache.READ(q, k, v, lens, **given)
-    assert len(specs) >= 5
-    for spec in specs:
-        found = spec.window_left, spec.window_right
+    assert len(calls) >= 5
+    for call in calls:
+        found = call.options.window_left, call.options.window_right
         assert found == sides and [type(side) for side in found] == [int, int]
 
 
@@ -121,15 +121,16 @@ def test_windows_of_any_size_compile(side):
 
 
 def test_plans_are_made_of_windows_that_leave_keys_out(monkeypatch):
-    specs, plan = [], cpu.plan
-    monkeypatch.setattr(cpu, "plan", lambda call: specs.append(groups(call)[-1]) or plan(call))
+    windows, plan = [], cpu.plan
+    note = lambda call: windows.append(call.options.window_left) or plan(call)  # noqa: E731
+    monkeypatch.setattr(cpu, "plan", note)
     q, k, v = qkv()
     for _ in range(2):
         kv_cache.READ(q, k, v, torch.full((2,), 5, dtype=torch.int32), window_left=2**40)
-    assert [spec.window_left for spec in specs] == [-1]
+    assert windows == [-1]
 
 
-def test_options_are_passed_to_the_backend(specs):
+def test_options_are_passed_to_the_backend(calls):
     given = {
         "scale": 0.5,
         "softcap": 3.0,
@@ -141,16 +142,16 @@ def test_options_are_passed_to_the_backend(specs):
         "backend": "reference",
     }
     fa_ops.attention(*qkv(), torch.zeros(5, 5), 0.0, True, **given)
-    spec = specs[0]
-    assert spec.is_causal and spec.attn_mask.shape == (5, 5)
+    tensors, options = calls[0].operands, calls[0].options
+    assert options.is_causal and tensors.attn_mask.shape == (5, 5)
     for name, value in given.items():
         if torch.is_tensor(value):
-            torch.testing.assert_close(getattr(spec, name), value)
+            torch.testing.assert_close(getattr(tensors, name), value)
         else:
-            assert getattr(spec, name) == value
+            assert getattr(options, name) == value
 
 
-def test_small_tensors_are_made_contiguous(specs):
+def test_small_tensors_are_made_contiguous(calls):
     fa_ops.attention(
         *qkv(),
         alibi_slopes=torch.rand(8)[::2],
@@ -158,14 +159,13 @@ def test_small_tensors_are_made_contiguous(specs):
         kv_lens=torch.arange(1, 5, dtype=torch.int32)[::2],
         key_ranges=torch.tensor([0, 3], dtype=torch.int32).expand(2, 1, 5, 2),
     )
-    spec = specs[0]
     for name in ("alibi_slopes", "sinks", "kv_lens", "key_ranges"):
-        assert getattr(spec, name).is_contiguous(), name
+        assert getattr(calls[0].operands, name).is_contiguous(), name
 
 
-def test_ints_are_accepted_for_floats(specs):
+def test_ints_are_accepted_for_floats(calls):
     fa_ops.attention(*qkv(), scale=1, softcap=2)
-    assert (specs[0].scale, specs[0].softcap) == (1.0, 2.0)
+    assert (calls[0].options.scale, calls[0].options.softcap) == (1.0, 2.0)
 
 
 def test_results_are_no_views():
@@ -226,7 +226,7 @@ def test_merge_states_accepts_sequences():
 
 def test_the_function_and_the_operator_have_the_same_defaults():
     parameters = inspect.signature(fa_ops.attention).parameters
-    for name, default in Spec()._asdict().items():
+    for name, default in (NO_OPERANDS._asdict() | Options()._asdict()).items():
         if name in parameters:
             assert parameters[name].default == default, name
     assert torch.equal(fa_ops.attention(*qkv()), dense.ATTENTION(*qkv()))

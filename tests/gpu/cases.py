@@ -13,9 +13,9 @@ import torch
 
 from fa_ops.backends import hopper, reference
 from fa_ops.backends.hopper import backward, decode, eight_bit, forward, kernel_plan, mla
+from fa_ops.call.call import Call
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
-from tests.groups import Cache, Spec, call_of, groups
 
 DIMS = ((64, 64), (128, 128), (96, 96), (72, 72), (128, 64), (192, 128), (192, 192), (256, 256))
 UNBOUNDED = 1 << 20
@@ -23,18 +23,16 @@ UNBOUNDED = 1 << 20
 
 def check(case: Case | PackedCase, gradients: bool = True) -> None:
     """Compare with the oracle, forward and backward; skip cases that the backend refuses."""
-    q, k, v, spec = groups(case.fresh())
-    reason = hopper.support_error(call_of(q, k, v, spec))
+    call = case.fresh()
+    reason = hopper.support_error(call)
     if reason:
         pytest.skip(reason)
     assert_close_to_oracle(case, "hopper", gradients=gradients)
 
 
-def chosen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, cache: Cache | None = None
-) -> ModuleType:
-    """The backend of a dense call, or with `cache` of a call over a cache."""
-    return dispatch.choose(planning.normalised(call_of(q, k, v, spec, cache=cache)))
+def chosen(call: Call) -> ModuleType:
+    """The backend of a call."""
+    return dispatch.choose(planning.normalised(call))
 
 
 @contextlib.contextmanager

@@ -15,9 +15,8 @@ import torch
 from fa_ops.backends.hopper import backward, configs
 from fa_ops.bench.problems import PRESETS, Problem
 from fa_ops.bench.timing import Run, device_times
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from tests.gpu import hopper_calls
-from tests.groups import Spec, call_of
 from tests.kernels import relative_error
 
 MORE = [
@@ -32,8 +31,8 @@ MORE = [
 def runs_of(problem: Problem, deterministic: bool) -> tuple[dict[str, Run], int]:
     """A call for each number of parts, compared with undivided groups, and the current choice."""
     q, k, v = problem.inputs("cuda", "bshd")
-    spec = Spec(is_causal=problem.causal, deterministic=deterministic)
-    out, lse = hopper_calls.forward(call_of(q, k, v, spec))
+    call = attention_call(q, k, v, is_causal=problem.causal, deterministic=deterministic)
+    out, lse = hopper_calls.forward(call)
     grad, group = torch.randn_like(out), problem.Hq // problem.Hkv
     choose, chosen = configs.group_parts, []
     runs, first = {}, None
@@ -43,7 +42,7 @@ def runs_of(problem: Problem, deterministic: bool) -> tuple[dict[str, Run], int]
         def timed(_, parts=parts, plan=plan):
             backward._plan = plan
             backward.group_parts = lambda *of: chosen.append(choose(*of)) or parts
-            return hopper_calls.backward(call_of(q, k, v, spec, saved=Saved(grad, None, out, lse)))
+            return hopper_calls.backward(call._replace(saved=Saved(grad, None, out, lse)))
 
         runs[str(parts)] = Run(timed)
         grads = timed(None)[:3]

@@ -31,7 +31,7 @@ import torch
 import fa_ops
 from fa_ops.backends.hopper import backward as dense_backward
 from fa_ops.backends.triton import configs
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.cli.fuzz import refusal
 from fa_ops.testing import make_case, random_calls, random_case
 from fa_ops.testing.budget import by_operator
@@ -39,7 +39,6 @@ from fa_ops.testing.caches import CacheCase, random_cache_case
 from fa_ops.testing.quantized import random_quantized_case
 from tests.gpu import hopper_calls
 from tests.gpu.cases import few_processors, pairs_of_ctas
-from tests.groups import Packing, Spec, call_of, groups
 
 CASES = 24
 HALF = (torch.bfloat16, torch.float16)
@@ -60,16 +59,14 @@ def run(backend: str, first: int, step: int) -> int:
             break
         D = (64, 128, 32, 256)[seed % 4]
         case = random_case(seed, D=D, Dv=D, dtype=torch.bfloat16, device="cuda")
-        q, k, v, spec = groups(case.fresh())
-        if module.support_error(call_of(q, k, v, spec)):
+        call = case.fresh()
+        if module.support_error(call):
             continue
         # with few processors, persistent CTAs process a second tile even of small problems
         with few_processors(2) if seed // 4 % 2 else contextlib.nullcontext():
-            out, lse = module.forward(call_of(q, k, v, spec))
+            out, lse = module.forward(call)
             grads = torch.randn_like(out), torch.randn_like(lse)
-            module.backward(
-                call_of(q, k, v, spec, saved=Saved(*grads, out, lse, case.mask == "float"))
-            )
+            module.backward(call._replace(saved=Saved(*grads, out, lse, case.mask == "float")))
         calls += 1
     if not first:
         calls += run_jumps(module) + run_packed(module) + run_short(module) + run_paged(backend)
@@ -79,24 +76,24 @@ def run(backend: str, first: int, step: int) -> int:
 
 def run_pairs() -> int:
     """Backward passes by pairs of CTAs."""
-    causal, shapes = Spec(is_causal=True), ((2, 1, 200, 300), (1, 1, 330, 130), (4, 1, 64, 64))
+    shapes = ((2, 1, 200, 300), (1, 1, 330, 130), (4, 1, 64, 64))
     for Hq, Hkv, Sq, Sk in shapes:
         q, k = (
             torch.randn(2, H, S, 256, device="cuda", dtype=torch.bfloat16)
             for H, S in ((Hq, Sq), (Hkv, Sk))
         )
-        out, lse = hopper_calls.forward(call_of(q, k, k, causal))
+        call = attention_call(q, k, k, is_causal=True)
+        out, lse = hopper_calls.forward(call)
         with pairs_of_ctas():
-            hopper_calls.backward(
-                call_of(q, k, k, causal, saved=Saved(torch.randn_like(out), None, out, lse))
-            )
+            saved = Saved(torch.randn_like(out), None, out, lse)
+            hopper_calls.backward(call._replace(saved=saved))
     return len(shapes)
 
 
 def run_whole_heads(backend: str, first: int, step: int) -> int:
     """Backward passes in which a CTA has all keys of a head, in one kernel and with row sums by
     another. The second shape has one block of keys; every second call has rows that are NaN."""
-    causal, shapes = Spec(is_causal=True), ((4, 2, 200, 300), (3, 3, 90, 100), (2, 2, 300, 330))
+    shapes = ((4, 2, 200, 300), (3, 3, 90, 100), (2, 2, 300, 330))
     every = [*itertools.product((True, False), (64, 128), shapes)]
     for number in range(first, len(every), step):
         alone, D, (Hq, Hkv, Sq, Sk) = every[number]
@@ -104,13 +101,14 @@ def run_whole_heads(backend: str, first: int, step: int) -> int:
             torch.randn(2, H, S, D, device="cuda", dtype=torch.bfloat16)
             for H, S in ((Hq, Sq), (Hkv, Sk))
         )
-        out, lse = hopper_calls.forward(call_of(q, k, k, causal))
+        call = attention_call(q, k, k, is_causal=True)
+        out, lse = hopper_calls.forward(call)
         grads = torch.randn_like(out), torch.randn_like(lse)
         if number % 2:
             grads[0][0, 0, 70:73] = float("nan")
         rule = mock.Mock(return_value=alone)
         with mock.patch.object(dense_backward, "prefers_own_row_sums", rule), few_processors(2):
-            hopper_calls.backward(call_of(q, k, k, causal, saved=Saved(*grads, out, lse)))
+            hopper_calls.backward(call._replace(saved=Saved(*grads, out, lse)))
     return len(range(first, len(every), step))
 
 
@@ -120,23 +118,20 @@ def run_jumps(module) -> int:
         q, k, v = (torch.randn(1, 2, 500, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         for factor in (30, 200):
             k[:, :, ::97] *= factor
-            module.forward(call_of(q, k, v, Spec(is_causal=factor == 200)))
+            module.forward(attention_call(q, k, v, is_causal=factor == 200))
     return 4
 
 
 def run_packed(module) -> int:
     lengths = torch.tensor([0, 40, 40, 170, 200], device="cuda", dtype=torch.int32)
-    packing = Packing(lengths, lengths)
-    slopes = torch.rand(4, 4, device="cuda")
-    specs = Spec(), Spec(is_causal=True), Spec(is_causal=True, alibi_slopes=slopes)
-    for spec in (*specs, specs[-1]._replace(deterministic=True)):
+    alibi = {"is_causal": True, "alibi_slopes": torch.rand(4, 4, device="cuda")}
+    for options in ({}, {"is_causal": True}, alibi, alibi | {"deterministic": True}):
         case = random_case(1, B=1, Hq=4, Hkv=2, Sq=200, Sk=200, D=64, Dv=64, dtype=torch.bfloat16)
-        q, k, v = (t[0].transpose(0, 1).contiguous().cuda() for t in groups(case.fresh())[:3])
-        out, lse = module.varlen_forward(call_of(q, k, v, spec, packing=packing))
+        q, k, v = (t[0].transpose(0, 1).contiguous().cuda() for t in case.fresh()[:3])
+        call = attention_call(q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, **options)
+        out, lse = module.varlen_forward(call)
         grads = torch.randn_like(out), torch.randn_like(lse)
-        module.varlen_backward(
-            call_of(q, k, v, spec, packing=packing, saved=Saved(*grads, out, lse))
-        )
+        module.varlen_backward(call._replace(saved=Saved(*grads, out, lse)))
     if hasattr(module, "merge_states"):
         outs, lses = torch.randn(3, 64, 4, 64, device="cuda"), torch.randn(3, 64, 4, device="cuda")
         module.merge_states(outs, lses)
@@ -147,7 +142,7 @@ def run_short(module) -> int:
     """Sequences of narrow heads, more than there are multiprocessors."""
     for S in (50, 77):
         q = torch.randn(10, 16, S, 64, device="cuda", dtype=torch.bfloat16)
-        module.forward(call_of(q, q, q, Spec(is_causal=S == 77)))
+        module.forward(attention_call(q, q, q, is_causal=S == 77))
     return 2
 
 
@@ -192,9 +187,9 @@ def run_cached(module, first: int, step: int) -> int:
         few = shape | {"Hq": 8, "Hkv": 2, "Sq": 20, "S": 1500}  # tiles attend parts of the keys
         cases.append(CacheCase(device="cuda", dtype=torch.bfloat16, D=D, Dv=D, sinks=True, **few))
     for case in cases[first::step]:
-        q, k, v, cache, spec = groups(case.fresh())
-        if not module.cache_error(call_of(q, k, v, spec, cache=cache)):
-            module.cache_forward(call_of(q, k, v, spec, cache=cache))
+        call = case.fresh()
+        if not module.cache_error(call):
+            module.cache_forward(call)
             calls += 1
     return calls
 
@@ -203,7 +198,7 @@ def run_float32(backend: str, first: int, step: int) -> int:
     """Dense and packed calls, every third with keys whose rows are recomputed."""
     module, calls = functions_of(backend), 0
     ends = torch.tensor([5, 5, 122, 155], device="cuda", dtype=torch.int32)
-    packing, plain = Packing(ends, ends), {"mask": None, "mask_grad": False, "key_ranges": None}
+    plain = {"mask": None, "mask_grad": False, "key_ranges": None}
     for number in range(first, CASES, step):
         mode = "loaded" if number // 2 % 2 else "split"
         configs.float32_products = lambda *call, mode=mode: mode
@@ -211,29 +206,22 @@ def run_float32(backend: str, first: int, step: int) -> int:
         options = {"D": D, "Dv": D, "dtype": torch.float32, "device": "cuda"}
         options |= plain | {"B": 1, "Sq": 160, "Sk": 160} if is_packed else {"kv_lens": False}
         case = random_case(number, **options)
-        q, k, v, spec = groups(case.fresh())
+        call = case.fresh()
         if number % 3 == 2:
-            k[:, :, 1] = float("nan")
+            call.key[:, :, 1] = float("nan")
         if is_packed:
-            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-            spec = spec._replace(kv_lens=None)
-            out, lse = module.varlen_forward(call_of(q, k, v, spec, packing=packing))
-            module.varlen_backward(
-                call_of(
-                    q,
-                    k,
-                    v,
-                    spec,
-                    packing=packing,
-                    saved=Saved(torch.randn_like(out), None, out, lse),
-                )
-            )
+            q, k, v = (x[0].transpose(0, 1) for x in call[:3])
+            call = call.changed(
+                query=q, key=k, value=v, kv_lens=None, cu_seqlens_q=ends, cu_seqlens_k=ends,
+                packed=True,
+            )  # fmt: skip
+            out, lse = module.varlen_forward(call)
+            saved = Saved(torch.randn_like(out), None, out, lse)
+            module.varlen_backward(call._replace(saved=saved))
         else:
-            out, lse = module.forward(call_of(q, k, v, spec))
+            out, lse = module.forward(call)
             grads = torch.randn_like(out), torch.randn_like(lse)
-            module.backward(
-                call_of(q, k, v, spec, saved=Saved(*grads, out, lse, case.mask == "float"))
-            )
+            module.backward(call._replace(saved=Saved(*grads, out, lse, case.mask == "float")))
         calls += 1
     return calls
 
@@ -331,14 +319,14 @@ def run_tiles(backend: str, first: int, step: int) -> int:
             mask_blocks=True, kv_lens=seed % 3 == 0, is_causal=seed % 5 == 0, seed=seed,
             dtype=torch.bfloat16, device="cuda",
         )  # fmt: skip
-        q, k, v, spec = groups(case.fresh())
+        call = case.fresh()
         if is_broken:
-            spec.mask_blocks.random_(-100, 100)
+            call.operands.mask_blocks.random_(-100, 100)
         with few_processors(2) if seed % 2 else contextlib.nullcontext():
             module = functions_of(backend)
-            out, lse = module.forward(call_of(q, k, v, spec))
+            out, lse = module.forward(call)
             module.backward(
-                call_of(q, k, v, spec, saved=Saved(torch.randn_like(out), None, out, lse, is_float))
+                call._replace(saved=Saved(torch.randn_like(out), None, out, lse, is_float))
             )
         calls += 1
     return calls

@@ -20,7 +20,6 @@ from fa_ops.testing import (
     assert_cache_close,
     assert_close_to_oracle,
 )
-from tests.groups import Packing, groups
 
 BACKEND, DEVICE = "hopper", "cuda"
 SHAPES = 4  # problems of each family
@@ -46,17 +45,15 @@ class Problem:
 
     def call(self) -> Callable[[], Results]:
         """Create the inputs, and return a function that repeats the same call."""
-        if isinstance(self.case, CacheCase):
-            q, k, v, cache, spec = groups(self.case.fresh())
-            args = q, k, v, spec.kv_lens, cache.page_table, spec.is_causal
+        call = self.case.fresh()
+        (q, k, v), t, o = call[:3], call.operands, call.options
+        if call.is_cached:
+            args = q, k, v, t.kv_lens, t.page_table, o.is_causal
             return lambda: (fa_ops.attention_with_kv_cache(*args, backend=BACKEND),)
-        q, k, v, spec = groups(self.case.fresh())
-        options = {
-            "is_causal": spec.is_causal, "deterministic": spec.deterministic, "backend": BACKEND,
-        }  # fmt: skip
-        if isinstance(self.case, PackedCase):
+        options = {"is_causal": o.is_causal, "deterministic": o.deterministic, "backend": BACKEND}
+        if call.is_packed:
             attend = functools.partial(fa_ops.attention_varlen, **options)
-            inputs = q, k, v, *Packing(*self.case.packing())
+            inputs = q, k, v, t.cu_seqlens_q, t.cu_seqlens_k
         else:
             attend, inputs = functools.partial(fa_ops.attention, **options), (q, k, v)
         if not self.gradients:

@@ -18,9 +18,7 @@ from fa_ops.testing.quantized import (
 )
 from tests.dominant_keys import POSITIONS, relative_error
 from tests.gpu.cases import few_processors
-from tests.groups import Quantization, groups
-from tests.groups import call_of as grouped
-from tests.quantized_calls import call_of, public_call, run
+from tests.quantized_calls import operator_call, public_call, run
 
 E4M3 = torch.float8_e4m3fn
 
@@ -66,13 +64,14 @@ def test_long_rows(D, Dv, qk_dtype, backend):
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_scales_may_be_negative(softcap):
     inner = make_case(B=2, Hq=4, Hkv=2, Sq=150, Sk=300, D=64, Dv=64, device="cuda", softcap=softcap)
-    q, k, v, how, spec = groups(
-        QuantizedCase(inner, scales=("tokens", "blocks", "channels")).fresh()
-    )
-    signs = [torch.randint(0, 2, t.shape, device="cuda") * 2 - 1 for t in how[:3]]
-    how = Quantization(*(t * sign for t, sign in zip(how, signs)), None, False, False)
-    wanted, _ = reference.quantized(grouped(q, k, v, spec, quantization=how))
-    found, _ = by_operator(grouped(q, k, v, spec._replace(backend="hopper"), quantization=how))
+    call = QuantizedCase(inner, scales=("tokens", "blocks", "channels")).fresh()
+    scales = {n: getattr(call.operands, n) for n in ("q_scale", "k_scale", "v_scale")}
+    signed = {
+        n: t * (torch.randint(0, 2, t.shape, device="cuda") * 2 - 1) for n, t in scales.items()
+    }
+    call = call.changed(**signed)
+    wanted, _ = reference.quantized(call)
+    found, _ = by_operator(call.changed(backend="hopper"))
     assert (found - wanted).norm() < 0.01 * wanted.norm()
 
 
@@ -102,14 +101,10 @@ def test_scales_of_heads_are_those_of_their_blocks_and_channels(D, sign):
 def test_numbers_are_those_of_the_definition():
     from fa_ops.backends.triton.eight_bit import quantise
 
-    q, k, v, how, spec = groups(
-        QuantizedCase(
-            make_case(Sq=200, Sk=3000, D=128, Dv=64, device="cuda", dtype=torch.bfloat16),
-            key_mean=2.0,
-        ).fresh()
-    )
-    wanted = quantization.quantised(grouped(q, k, v, spec, quantization=how), torch.float32)
-    found = quantise(grouped(q, k, v, spec, quantization=how))
+    case = make_case(Sq=200, Sk=3000, D=128, Dv=64, device="cuda", dtype=torch.bfloat16)
+    call = QuantizedCase(case, key_mean=2.0).fresh()
+    wanted = quantization.quantised(call, torch.float32)
+    found = quantise(call)
     assert (found.query.float() == wanted.query).float().mean() > 0.999
     assert (found.key.float() == wanted.key).float().mean() > 0.998
     assert torch.equal(found.value[..., :3000].float().transpose(2, 3), wanted.value)
@@ -135,7 +130,7 @@ def test_calls_can_be_captured(scales):
 
 def test_compiled_code_gives_the_same():
     case = QuantizedCase(make_case(Sq=65, Sk=65, D=64, Dv=64, dtype=torch.half, device="cuda"))
-    args, options = call_of(case)
+    args, options = operator_call(case)
     operator = torch.ops.fa.quantized_attention
     compiled = torch.compile(lambda *args: operator(*args, **options), fullgraph=True)
     assert torch.equal(compiled(*args)[0], operator(*args, **options)[0])

@@ -13,7 +13,6 @@ from fa_ops.backends import mask_blocks
 from fa_ops.ops import dense, merge, varlen
 from fa_ops.testing import assert_close_to_oracle, make_case
 from tests import infinite_sinks
-from tests.groups import groups
 from tests.ops.cases import CASES as SMALL
 from tests.ops.cases import dense_call, packed_call, packed_case, saved_by
 from tests.ops.test_varlen_pages import OPTIONS, drawn
@@ -272,11 +271,12 @@ def test_attention(feature, seed, backend):
 
 @pytest.mark.parametrize("backend", ["triton", "auto"])
 def test_a_captured_graph_reads_the_mask_again(backend):
-    q, k, v, spec = groups(make_case(
+    call = make_case(
         Sq=300, Sk=300, D=64, Dv=64, mask="float", mask_shape=(0, 0, 1, 1), mask_holes=True,
         device="cuda", dtype=torch.bfloat16,
-    ).fresh())  # fmt: skip
-    mask = spec.attn_mask
+    ).fresh()  # fmt: skip
+    q, k, v = call[:3]
+    mask = call.operands.attn_mask
 
     def run():
         blocks = fa_ops.mask_blocks(mask)

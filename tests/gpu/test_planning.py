@@ -8,10 +8,10 @@ import torch
 import fa_ops
 from fa_ops.backends import reference
 from fa_ops.call import checks
+from fa_ops.call.call import attention_call
 from fa_ops.ops import kv_cache
 from fa_ops.plans import planning
 from fa_ops.testing import assert_within_budget, naive
-from tests.groups import Spec, call_of
 
 CASES = ("contiguous", "paged", "latent", "append")
 
@@ -158,9 +158,9 @@ def test_a_cache_that_grows_is_attended_to_its_end(small, layout, sizes, monkeyp
         bounds = torch.stack([lens // 9, lens], -1)[:, None, None].contiguous()
         given = {"sinks": sinks, "kv_lens": lens, "key_ranges": bounds}
         options = {name: given[name] for name in small.split()}
-        out, spec = fa_ops.attention(q, k, v, **options), Spec(**options)
-        expected, _ = reference.dense(call_of(q.double(), k.double(), v.double(), spec))
-        assert_within_budget(f"{S} keys", out, expected, naive(call_of(q, k, v, spec))[0])
+        out, call = fa_ops.attention(q, k, v, **options), attention_call(q, k, v, **options)
+        exact = call._replace(query=q.double(), key=k.double(), value=v.double())
+        assert_within_budget(f"{S} keys", out, reference.dense(exact)[0], naive(call)[0])
     families = {(S.bit_length(), (S - 1).bit_length()) for S in LENGTHS}
     assert len(checked) == len(planning._plans) == len(families) < len(planning._prepared)
 
@@ -170,6 +170,6 @@ def test_growing_latent_caches():
     for S in LENGTHS:
         q, k = draw(2, 16, 1, 576), whole[:, :, :S].clone()
         out = fa_ops.attention(q, k, k[..., :512], scale=0.07)
-        call = (q, k, k[..., :512], Spec(scale=0.07))
-        expected, _ = reference.dense(call_of(*(t.double() for t in call[:3]), call[3]))
-        assert_within_budget(f"{S} keys", out, expected, naive(call_of(*call))[0])
+        call = attention_call(q, k, k[..., :512], scale=0.07)
+        expected, _ = reference.dense(attention_call(*(t.double() for t in call[:3]), scale=0.07))
+        assert_within_budget(f"{S} keys", out, expected, naive(call)[0])

@@ -8,24 +8,24 @@ from torch import nn
 
 import fa_ops
 from fa_ops.backends import reference
+from fa_ops.call.call import attention_call
 from fa_ops.testing import make_case
 from hf_integration import encodings, fa_ops_attention_forward, operators
-from tests.groups import Packing, Spec, call_of, groups
 
 CASE = make_case(B=2, Hq=4, Hkv=2, Sq=12, Sk=12, D=16, Dv=24)
-CAUSAL = Spec(is_causal=True)
+CAUSAL = {"is_causal": True}
 
 
 def inputs(case=CASE, **options):
-    return groups(case.fresh(**options))[:3]
+    return case.fresh(**options)[:3]
 
 
 def forward(q, k, v, mask=None, module=None, **options):
     return fa_ops_attention_forward(module or nn.Module(), q, k, v, mask, **options)
 
 
-def check(ours, q, k, v, spec):
-    expected, _ = reference.dense(call_of(q.double(), k.double(), v.double(), spec))
+def check(ours, q, k, v, options):
+    expected, _ = reference.dense(attention_call(q.double(), k.double(), v.double(), **options))
     assert ours.is_contiguous()
     torch.testing.assert_close(ours, expected.transpose(1, 2).to(ours.dtype), atol=1e-5, rtol=1e-5)
 
@@ -45,11 +45,11 @@ def ranges(rows):
 
 
 MASKS = {
-    "full": (encodings.full(SHAPE, "cpu"), Spec()),
+    "full": (encodings.full(SHAPE, "cpu"), {}),
     "causal": (encodings.causal(SHAPE, 12, "cpu"), CAUSAL),
-    "ranges": (ranges(2), Spec(key_ranges=RANGES)),
-    "bool": (BOOL, Spec(attn_mask=BOOL)),
-    "float": (FLOAT, Spec(attn_mask=FLOAT)),
+    "ranges": (ranges(2), {"key_ranges": RANGES}),
+    "bool": (BOOL, {"attn_mask": BOOL}),
+    "float": (FLOAT, {"attn_mask": FLOAT}),
 }
 SINKS = random(4)
 OPTIONS = {
@@ -65,26 +65,26 @@ OPTIONS = {
 @pytest.mark.parametrize("form", MASKS)
 def test_every_keyword_with_every_mask_matches_the_oracle(form, option):
     q, k, v = inputs()
-    (mask, spec), (options, fields) = MASKS[form], OPTIONS[option]
+    (mask, of_mask), (options, fields) = MASKS[form], OPTIONS[option]
     out, weights = forward(q, k, v, mask, **options)
     assert weights is None
-    check(out, q, k, v, spec._replace(**fields))
+    check(out, q, k, v, of_mask | fields)
 
 
 @pytest.mark.parametrize("form", MASKS)
 def test_position_bias_is_added_and_differentiated(form):
     q, k, v = inputs()
-    mask, spec = MASKS[form]
+    mask, options = MASKS[form]
     bias = random(1, 4, 12, 12, seed=2).requires_grad_()
     out, _ = forward(q, k, v, mask, position_bias=bias)
-    added = bias if spec.attn_mask is None or form == "bool" else bias + spec.attn_mask
+    added = bias + FLOAT if form == "float" else bias
     if form == "bool":
         added = added.masked_fill(~BOOL, float("-inf"))
-    check(out, q, k, v, spec._replace(attn_mask=added))
+    options = options | {"attn_mask": added}
+    check(out, q, k, v, options)
     (ours,) = torch.autograd.grad(out.square().sum(), bias)
-    oracle, _ = reference.dense(
-        call_of(q.double(), k.double(), v.double(), spec._replace(attn_mask=added.double()))
-    )
+    call = attention_call(q.double(), k.double(), v.double(), **options)
+    oracle, _ = reference.dense(call.changed(attn_mask=added.double()))
     (expected,) = torch.autograd.grad(oracle.square().sum(), bias)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
@@ -93,14 +93,14 @@ def test_position_bias_is_added_and_differentiated(form):
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
 def test_weights_are_those_of_eager_attention(form, sinks):
     q, k, v = inputs()
-    mask, spec = MASKS[form]
+    mask, options = MASKS[form]
     out, weights = forward(q, k, v, mask, s_aux=sinks, softcap=3.0, output_attentions=True)
-    spec = spec._replace(sinks=sinks, softcap=3.0)
-    check(out, q, k, v, spec)
+    options = options | {"sinks": sinks, "softcap": 3.0}
+    check(out, q, k, v, options)
     repeated = k.repeat_interleave(2, 1)
     products = q.double() @ repeated.double().transpose(-1, -2)
     expected, _ = reference.weights(
-        reference.modify_scores(products, call_of(q, k, v, spec)), sinks
+        reference.modify_scores(products, attention_call(q, k, v, **options)), sinks
     )
     torch.testing.assert_close(weights, expected.float(), atol=1e-5, rtol=1e-5)
 
@@ -116,7 +116,7 @@ def test_sinks_may_differ_by_query():
                 t[b : b + 1].double()
                 for t in (q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1])
             ]
-            rows.append(reference.dense(call_of(*row, Spec(sinks=sinks[b, :, i, 0])))[0])
+            rows.append(reference.dense(attention_call(*row, sinks=sinks[b, :, i, 0]))[0])
     expected = torch.cat(rows, 2).view(1, 4, 2, 12, 24)[0].permute(1, 2, 0, 3)
     torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
     ours = torch.autograd.grad(out.sum(), sinks)[0]
@@ -141,7 +141,7 @@ def test_without_a_mask_causality_is_that_of_the_argument_or_else_of_the_module(
     if attribute is not None:
         module.is_causal = attribute
     out, _ = forward(q, k, v, module=module, is_causal=argument)
-    check(out, q, k, v, CAUSAL if causal else Spec())
+    check(out, q, k, v, CAUSAL if causal else {})
 
 
 def test_without_a_mask_the_unused_end_of_a_cache_is_not_attended():
@@ -150,15 +150,14 @@ def test_without_a_mask_the_unused_end_of_a_cache_is_not_attended():
     out, _ = forward(q, k, v)
     check(out, q, k[:, :, :5], v[:, :, :5], CAUSAL)
     out, _ = forward(q[:, :, :1], k, v)  # decoding: the whole cache
-    check(out, q[:, :, :1], k, v, Spec())
+    check(out, q[:, :, :1], k, v, {})
 
 
 def test_a_causal_mask_over_the_filled_part_of_a_cache():
     q, k, v = inputs(make_case(Sq=5, Sk=12))
     bias = random(1, 4, 5, 12)
     out, _ = forward(q, k, v, encodings.causal((2, 1, 5, 12), 9, "cpu"), position_bias=bias)
-    spec = CAUSAL._replace(attn_mask=bias[..., :9])
-    check(out, q, k[:, :, :9], v[:, :, :9], spec)
+    check(out, q, k[:, :, :9], v[:, :, :9], CAUSAL | {"attn_mask": bias[..., :9]})
 
 
 def packed(lengths=(5, 7)):
@@ -175,7 +174,7 @@ def test_cu_seq_lens_without_a_mask_give_a_packed_call(causal, dtype):
     out, _ = forward(q, k, v, is_causal=causal, max_length_q=7, max_length_k=7, **lens)
     tokens = [t[0].transpose(0, 1).double() for t in (q, k, v)]
     expected, _ = reference.varlen(
-        call_of(*tokens, Spec(is_causal=causal), packing=Packing(ends, ends))
+        attention_call(*tokens, is_causal=causal, cu_seqlens_q=ends, cu_seqlens_k=ends)
     )
     torch.testing.assert_close(out[0], expected.float(), atol=1e-5, rtol=1e-5)
 
@@ -185,7 +184,7 @@ def test_cu_seq_lens_without_a_mask_give_a_packed_call(causal, dtype):
 def test_cu_seq_lens_restrict_a_mask(form, bias):
     """The mask of transformers may not separate the documents."""
     q, k, v, ends = packed()
-    mask, spec = MASKS[form]
+    mask, options = MASKS[form]
     mask = ranges(1) if form == "ranges" else mask
     extra = {"position_bias": random(1, 4, 12, 12)} if bias else {}
     out, _ = forward(q, k, v, mask, cu_seq_lens_q=ends, **extra)
@@ -196,7 +195,7 @@ def test_cu_seq_lens_restrict_a_mask(form, bias):
     if form == "ranges":
         together[:, :3] = False
     added = torch.zeros(1, 1, 12, 12).masked_fill(~together, float("-inf"))
-    check(out, q, k, v, Spec(attn_mask=added + extra.get("position_bias", 0.0)))
+    check(out, q, k, v, {"attn_mask": added + extra.get("position_bias", 0.0)})
 
 
 def test_indices_select_keys():
@@ -207,13 +206,13 @@ def test_indices_select_keys():
     keep[..., 2] = True
     keep |= torch.eye(12, dtype=torch.bool)
     for form in ("causal", "float"):
-        mask, spec = MASKS[form]
+        mask, options = MASKS[form]
         out, _ = forward(q, k, v, mask, indices=indices)
         if form == "float":
-            spec = Spec(attn_mask=FLOAT.masked_fill(~keep, float("-inf")))
+            options = {"attn_mask": FLOAT.masked_fill(~keep, float("-inf"))}
         else:
-            spec = spec._replace(attn_mask=keep)
-        check(out, q, k, v, spec)
+            options = options | {"attn_mask": keep}
+        check(out, q, k, v, options)
 
 
 def test_mixed_dtypes_become_that_of_the_value_or_of_autocast():
@@ -237,7 +236,7 @@ def test_strides_that_the_operator_refuses_are_copied():
 def test_queries_of_batch_size_one_are_broadcast():
     q, k, v = inputs()
     out, _ = forward(q[:1], k, v, MASKS["full"][0])
-    check(out, q[:1].expand_as(q), k, v, Spec())
+    check(out, q[:1].expand_as(q), k, v, {})
 
 
 def test_dropout_follows_the_seed_of_torch():
@@ -273,7 +272,7 @@ def test_some_decoding_steps_run_the_cache_operator(D, lengths, cached, monkeypa
     with torch.no_grad():
         out, _ = forward(q, k, v, mask, s_aux=SINKS, softcap=2.0)
     assert len(calls) == cached
-    check(out, q, k, v, Spec(kv_lens=lens.int(), sinks=SINKS, softcap=2.0))
+    check(out, q, k, v, {"kv_lens": lens.int(), "sinks": SINKS, "softcap": 2.0})
     if lengths:  # with gradients the lengths become key ranges
         q.requires_grad_()
         out, _ = forward(q, k, v, mask, s_aux=SINKS, softcap=2.0)
@@ -296,7 +295,7 @@ def test_a_decoding_step_with_left_padding_is_passed_contiguous_lengths(rows, mo
     with torch.no_grad():
         assert operators.is_step(call)
         outs = [operators.step(module, call) for _ in range(2)]
-    check(outs[0][0], q, k, v, Spec(key_ranges=mask.ranges))
+    check(outs[0][0], q, k, v, {"key_ranges": mask.ranges})
     assert passed[0] is passed[1] and passed[0].is_contiguous()
     assert passed[0].tolist() == [7, 9][:rows] * (2 // rows)
 
@@ -306,7 +305,7 @@ def test_lengths_are_expanded_to_a_batch_that_a_model_repeats():
     mask = encodings.lengths((2, 1, 1, 9), torch.tensor([[5]]))
     with torch.no_grad():
         out, _ = forward(q, k, v, mask)
-    check(out, q, k, v, Spec(kv_lens=torch.full((4,), 5, dtype=torch.int32)))
+    check(out, q, k, v, {"kv_lens": torch.full((4,), 5, dtype=torch.int32)})
 
 
 def test_heads_wider_than_any_gpu_kernel_run_eager_attention(monkeypatch):
@@ -314,7 +313,7 @@ def test_heads_wider_than_any_gpu_kernel_run_eager_attention(monkeypatch):
     monkeypatch.setattr(fa_ops, "attention", lambda *a, **k: pytest.fail("a kernel was called"))
     q, k, v = inputs()
     for form in MASKS:
-        mask, spec = MASKS[form]
+        mask, options = MASKS[form]
         out, found = forward(q, k, v, mask, s_aux=SINKS)
         assert found is None
-        check(out, q, k, v, spec._replace(sinks=SINKS))
+        check(out, q, k, v, options | {"sinks": SINKS})

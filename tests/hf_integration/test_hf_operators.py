@@ -8,9 +8,9 @@ from torch import nn
 
 import fa_ops
 from fa_ops.backends import reference
+from fa_ops.call.call import attention_call
 from fa_ops.testing import make_case
 from hf_integration import attention, encodings, fa_ops_attention_forward, operators
-from tests.groups import Spec, call_of, groups
 
 LENS = torch.tensor([5, 9])
 SINKS = torch.linspace(-1, 1, 4)
@@ -36,14 +36,14 @@ def kept():
 
 
 MASKS = {
-    "full": (full, Spec()),
-    "lengths": (lengths, Spec(kv_lens=LENS.int())),
-    "ranges": (ranges, Spec(key_ranges=ranges().ranges)),
+    "full": (full, {}),
+    "lengths": (lengths, {"kv_lens": LENS.int()}),
+    "ranges": (ranges, {"key_ranges": ranges().ranges}),
 }
 
 
 def inputs(B=2, Hq=4, Hkv=2, Sq=1, Sk=9, D=16, Dv=16):
-    return groups(make_case(B=B, Hq=Hq, Hkv=Hkv, Sq=Sq, Sk=Sk, D=D, Dv=Dv).fresh())[:3]
+    return make_case(B=B, Hq=Hq, Hkv=Hkv, Sq=Sq, Sk=Sk, D=D, Dv=Dv).fresh()[:3]
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def forward(q, k, v, mask, module=None, **options):
 @pytest.mark.parametrize("options", [{}, {"s_aux": SINKS}, {"softcap": 2.0, "scaling": 0.5}])
 @pytest.mark.parametrize("form", MASKS)
 def test_remembered_decisions_give_the_same_result(form, options, remembered, on_gpu):
-    make, spec = MASKS[form]
+    make, of_mask = MASKS[form]
     q, k, v = inputs()
     first = forward(q, k, v, make(), position_ids=torch.tensor([[8]]), **options)
     operator = operators.dense if form == "full" else operators.step
@@ -76,9 +76,10 @@ def test_remembered_decisions_give_the_same_result(form, options, remembered, on
     again = forward(q, k, v, make(), **options)
     assert len(remembered) == 1
     assert first.is_contiguous() and torch.equal(first, again)
-    spec = spec._replace(sinks=options.get("s_aux"), scale=options.get("scaling"))
-    spec = spec._replace(softcap=options.get("softcap", 0.0))
-    expected, _ = reference.dense(call_of(q.double(), k.double(), v.double(), spec))
+    q, k, v = (x.double() for x in (q, k, v))
+    named = {"s_aux": "sinks", "scaling": "scale", "softcap": "softcap"}
+    given = {named[name]: value for name, value in options.items()}
+    expected, _ = reference.dense(attention_call(q, k, v, **of_mask, **given))
     torch.testing.assert_close(first, expected.transpose(1, 2).float(), atol=1e-5, rtol=1e-5)
 
 

@@ -5,10 +5,10 @@ import torch
 
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
+from fa_ops.testing.budget import by_operator
 from tests.backends.test_dropout import check_part
-from tests.groups import Spec, call_of, groups, keywords
 from tests.kernels import alternating_dtype
 
 pytestmark = [
@@ -63,14 +63,11 @@ def test_feature(feature):
 def test_lengths_outside_the_keys_are_clamped(option):
     """Positions too: the rows of such a batch stand at the end of the keys that are there."""
     case = make_case(mask="float", mask_shape=(0, 0, 1, 1), mask_grad=True, **option)
-    q, k, v, spec = groups(case.fresh(requires_grad=True))
-    results = []
+    call, results = case.fresh(requires_grad=True), []
     for lens in ([-5, 99], [0, 47]):
         lens = torch.tensor(lens, dtype=torch.int32)
-        out, lse = torch.ops.fa.attention_with_lse(
-            q, k, v, *spec[:3], **keywords(spec._replace(kv_lens=lens, backend="triton"))
-        )
-        grads = torch.autograd.grad(out.square().sum(), (q, k, v, spec.attn_mask))
+        out, lse = by_operator(call.changed(kv_lens=lens, backend="triton"))
+        grads = torch.autograd.grad(out.square().sum(), (*call[:3], call.operands.attn_mask))
         results.append((out, lse, *grads))
     torch.testing.assert_close(*results)
 
@@ -92,10 +89,9 @@ def test_gradient_of_a_mask_with_everything_else():
 
 
 def test_gradient_of_a_mask_with_few_dimensions():
-    q, k, v, spec = groups(
-        make_case(mask="float", mask_shape=(0, 0, 1, 1)).fresh(requires_grad=True)
-    )
-    mask = spec.attn_mask[0, 0].detach().requires_grad_()
+    call = make_case(mask="float", mask_shape=(0, 0, 1, 1)).fresh(requires_grad=True)
+    q, k, v = call[:3]
+    mask = call.operands.attn_mask[0, 0].detach().requires_grad_()
     grads = {}
     for name in ("triton", "reference"):
         out = torch.ops.fa.attention(q, k, v, mask, backend=name)
@@ -140,22 +136,22 @@ def test_packed_sequences_longer_than_a_block():
 
 @pytest.mark.parametrize("option", ["kv_lens", "key_ranges"])
 def test_nan_beyond_the_key_length_reaches_no_gradient(option):
-    q, k, v, _ = groups(make_case(Sq=128, Sk=256, Hq=2, Hkv=1).fresh())
+    q, k, v = make_case(Sq=128, Sk=256, Hq=2, Hkv=1).fresh()[:3]
     first, last = [0, 0], [70, 129]
     if option == "kv_lens":
-        spec = Spec(kv_lens=torch.tensor(last, dtype=torch.int32))
+        options = {"kv_lens": torch.tensor(last, dtype=torch.int32)}
     else:
         first = [33, 0]
         ends = torch.tensor([first, last], dtype=torch.int32).T.view(2, 1, 1, 2)
-        spec = Spec(key_ranges=ends.expand(2, 1, 128, 2))
+        options = {"key_ranges": ends.expand(2, 1, 128, 2)}
     excluded = torch.ones(2, 256, dtype=torch.bool)
     for b in range(2):
         excluded[b, first[b] : last[b]] = False
     k[excluded.view(2, 1, 256).expand(k.shape[:3])] = float("nan")
     v[excluded.view(2, 1, 256).expand(v.shape[:3])] = float("inf")
-    out, lse = backend.forward(call_of(q, k, v, spec))
+    out, lse = backend.forward(attention_call(q, k, v, **options))
     grads = backend.backward(
-        call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse))
+        attention_call(q, k, v, **options, saved=Saved(torch.ones_like(out), None, out, lse))
     )
     assert all(bool(x.isfinite().all()) for x in grads[:3])
     for x in (grads.key, grads.value):
@@ -164,17 +160,16 @@ def test_nan_beyond_the_key_length_reaches_no_gradient(option):
 
 def test_gradients_have_the_layout_of_their_inputs():
     for layout in ("bhsd", "bshd", "packed", "expanded"):
-        q, k, v, spec = groups(make_case(layout=layout).fresh())
-        out, lse = backend.forward(call_of(q, k, v, spec))
-        grads = backend.backward(
-            call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse))
-        )
+        call = make_case(layout=layout).fresh()
+        q, k, v = call[:3]
+        out, lse = backend.forward(call)
+        grads = backend.backward(call._replace(saved=Saved(torch.ones_like(out), None, out, lse)))
         for grad, x in zip(grads, (q, k, v)):
             assert grad.stride() == torch.empty_like(x).stride(), layout
 
 
 def test_a_gradient_of_out_with_zero_strides():
-    q, k, v, spec = groups(make_case().fresh(requires_grad=True))
+    q, k, v = make_case().fresh(requires_grad=True)[:3]
     out = torch.ops.fa.attention(q, k, v, backend="triton")
     grads = torch.autograd.grad(out.sum(), [q, k, v])
     expected = torch.autograd.grad(

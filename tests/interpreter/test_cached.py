@@ -7,11 +7,11 @@ import torch
 
 from fa_ops.backends import conversion, cpu, reference, triton
 from fa_ops.backends.triton import launch
+from fa_ops.call.call import attention_call
 from fa_ops.plans import dispatch
 from fa_ops.testing import caches as broken_caches
 from fa_ops.testing.budget import by_operator
 from fa_ops.testing.caches import CacheCase, assert_cache_close
-from tests.groups import Cache, Spec, call_of, groups
 
 cached = importlib.import_module("fa_ops.backends.triton.cached")
 
@@ -72,8 +72,8 @@ def test_a_cache_is_attended_by_the_forward_kernel(name, page_size, dense):
 )  # fmt: skip
 def test_e4m3_caches_are_converted(changes, dense):
     case = CacheCase(**MANY | {"fp8": True, "is_causal": True} | changes)
-    q, k, v, cache, spec = groups(case.fresh())
-    expected = reference.cached(call_of(q, k, v, spec, cache=cache))
+    call = case.fresh()
+    expected = reference.cached(call)
     # queries in float32, as the interpreter has no bfloat16; the operator takes no such call
     for x, y in zip(cached.cache_forward(case.fresh()), expected):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
@@ -81,7 +81,7 @@ def test_e4m3_caches_are_converted(changes, dense):
 
 
 def test_large_e4m3_caches_are_not_converted(monkeypatch):
-    call = call_of(*groups(CacheCase(**MANY, fp8=True).fresh())[:3], Spec(), cache=Cache())
+    call = attention_call(*CacheCase(**MANY, fp8=True).fresh()[:3], over_cache=True)
     assert cached.attends_whole_rows(call)
     # 90 keys of 2 rows with 2 heads of 32 numbers; the limit is 64 keys, a power of two
     monkeypatch.setattr(conversion, "MAX_BYTES", 2 * 2 * 90 * 32 * 4)

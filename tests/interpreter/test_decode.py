@@ -8,9 +8,9 @@ import torch
 
 from fa_ops.backends import reference, triton
 from fa_ops.backends.triton import launch
+from fa_ops.call.call import attention_call
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
-from tests.groups import Cache, Spec, call_of, groups
 from tests.kernels import assert_batch_invariant
 
 decode = importlib.import_module("fa_ops.backends.triton.decode")
@@ -85,10 +85,6 @@ FEATURES = {
 }  # fmt: skip
 
 
-def cached(q, k, v, cache, spec):
-    return call_of(q, k, v, spec, cache=cache)
-
-
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(feature):
     assert_cache_close(CacheCase(**FEATURES[feature]), "triton")
@@ -112,14 +108,13 @@ def test_more_sequences_than_a_chunk(monkeypatch):
 def test_pages_that_do_not_exist_are_not_touched(page_size):
     """Their keys count as absent: nothing is read, nothing is written."""
     case = CacheCase(page_size=page_size, S=96, lens=(60, 60), new=1, B=2)
-    for wrong in (-1, groups(case.fresh())[1].shape[0], 2**31 - 1):
-        q, k, v, cache, spec = groups(case.fresh())
-        table = cache.page_table.clone()
+    for wrong in (-1, case.fresh().key.shape[0], 2**31 - 1):
+        call = case.fresh()
+        k, table = call.key, call.operands.page_table.clone()
         table[0, 0] = wrong
         table[1, 60 // page_size] = wrong
         before = k.clone()
-        bad = cache._replace(page_table=table)
-        out, _ = decode.cache_forward(call_of(q, k, v, spec, cache=bad))
+        out, _ = decode.cache_forward(call.changed(page_table=table))
         assert bool(out.isfinite().all())
         appended = ~((k == before) | (k.isnan() & before.isnan()))
         assert int(appended.any(-1).any(-1).sum()) == 1  # row 0's token alone
@@ -128,8 +123,8 @@ def test_pages_that_do_not_exist_are_not_touched(page_size):
 @pytest.mark.parametrize("new", [0, 2])
 def test_queries_are_rotated_at_positions_inside_the_cache(new):
     case = CacheCase(B=3, S=40, Sq=3, lens=(40 - new, 5, 0), new=new, rotary=8)
-    q, k, v, cache, spec = groups(case.fresh())
-    call = call_of(q, k, v, spec, cache=cache)
+    call = case.fresh()
+    q = call.query
     expected = decode.prepare_cache(call)
     lens = torch.tensor([2**31 - 1, 5, -9], dtype=torch.int32)
     found = decode.prepare_cache(call.changed(kv_lens=lens))
@@ -139,13 +134,13 @@ def test_queries_are_rotated_at_positions_inside_the_cache(new):
 
 
 def test_lengths_beyond_the_cache_are_clamped():
-    q, k, v, cache, spec = groups(CacheCase(S=40, lens=(40, 40)).fresh())
-    expected = decode.cache_forward(call_of(q, k, v, spec, cache=cache))
+    call = CacheCase(S=40, lens=(40, 40)).fresh()
+    expected = decode.cache_forward(call)
     lens = torch.tensor([10**6, 41], dtype=torch.int32)
-    found = decode.cache_forward(call_of(q, k, v, spec._replace(kv_lens=lens), cache=cache))
+    found = decode.cache_forward(call.changed(kv_lens=lens))
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
     lens = torch.tensor([-5, -(2**31)], dtype=torch.int32)
-    out, lse = decode.cache_forward(call_of(q, k, v, spec._replace(kv_lens=lens), cache=cache))
+    out, lse = decode.cache_forward(call.changed(kv_lens=lens))
     assert not out.any() and bool((lse == float("-inf")).all())
 
 
@@ -156,8 +151,8 @@ def test_batch_invariance():
 def test_lengths_compile_nothing_new():
     compiled = set()
     for S in (40, 100, 300):
-        q, k, v, cache, spec = groups(CacheCase(S=S).fresh())
-        decode.cache_forward(call_of(q, k, v, spec, cache=cache))
+        call = CacheCase(S=S).fresh()
+        decode.cache_forward(call)
         compiled.add(len(decode._launches))
     assert len(compiled) == 1
 
@@ -195,46 +190,45 @@ def test_ranges_per_head_or_query_do_not_decode(monkeypatch):
 
 
 def test_padding_in_front_is_not_read():
-    q, k, v, _, _ = groups(
-        CacheCase(B=2, Hq=1, Hkv=1, S=4096, D=16, Dv=16, lens=(4096, 4096)).fresh()
-    )
+    q, k, v = CacheCase(B=2, Hq=1, Hkv=1, S=4096, D=16, Dv=16, lens=(4096, 4096)).fresh()[:3]
     lens = torch.tensor([4096, 4096], dtype=torch.int32)
     ranges = torch.tensor([[4000, 4096], [0, 0]], dtype=torch.int32).view(2, 1, 1, 2)
     k[:, :, :4000], v[:, :, :4000] = float("nan"), float("nan")
-    spec = Spec(kv_lens=lens, key_ranges=ranges)
-    out, lse = decode.cache_forward(call_of(q, k, v, spec, cache=Cache()))
+    call = attention_call(q, k, v, kv_lens=lens, key_ranges=ranges, over_cache=True)
+    out, lse = decode.cache_forward(call)
     seen = (x[:1].double() for x in (q, k[:, :, 4000:], v[:, :, 4000:]))
-    expected = reference.dense(call_of(*seen, Spec()))[0]
+    expected = reference.dense(attention_call(*seen))[0]
     torch.testing.assert_close(out[:1].double(), expected, atol=1e-5, rtol=1e-5)
     assert not out[1].any() and bool((lse[1] == float("-inf")).all())
 
 
 def test_attention_reads_no_tail_of_the_cache():
-    q, k, v, _ = groups(make_case(Sq=1, Sk=600).fresh())
+    q, k, v = make_case(Sq=1, Sk=600).fresh()[:3]
     lens = torch.tensor([7, 512], dtype=torch.int32)
     for b in range(2):
         k[b, :, lens[b] :] = float("nan")
         v[b, :, lens[b] :] = float("inf")
-    out, lse = forward.forward(call_of(q, k, v, Spec(kv_lens=lens)))
+    out, lse = forward.forward(attention_call(q, k, v, kv_lens=lens))
     assert bool(out.isfinite().all() and lse.isfinite().all())
 
 
 @pytest.mark.parametrize("changes", [{}, {"new": 2, "Sq": 2, "rotary": 8}, {"page_size": 8}])
 def test_a_prepared_call_takes_other_tensors(changes):
     case = CacheCase(**changes, S=70)
-    run = decode.prepare_cached(cached(*groups(case.fresh())))
+    run = decode.prepare_cached(case.fresh())
     for seed in range(3):
-        q, k, v, cache, spec = groups(dataclasses.replace(case, seed=seed).fresh())
+        call = dataclasses.replace(case, seed=seed).fresh()
+        q, k, v = call[:3]
         if seed == 2:  # an address of its own kind
             q = torch.cat([q.flatten()[:1], q.flatten()])[1:].view_as(q)
-        expected = reference.cache_forward(call_of(q, k.clone(), v.clone(), spec, cache=cache))
-        results = run(q, k, v, cached(q, k, v, cache, spec).operands)
+        expected = reference.cache_forward(call._replace(key=k.clone(), value=v.clone()))
+        results = run(q, k, v, call.operands)
         for found, wanted in zip(results, expected):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_prepared_call_follows_torchs_fp32_precision(monkeypatch):
-    q, k, v, cache, spec = groups(CacheCase(S=70).fresh())
+    call = CacheCase(S=70).fresh()
     compiled, real = [], decode.constants
 
     def spy(*args):
@@ -243,23 +237,22 @@ def test_a_prepared_call_follows_torchs_fp32_precision(monkeypatch):
 
     monkeypatch.setattr(decode, "_launches", {})
     monkeypatch.setattr(decode, "constants", spy)
-    call = cached(q, k, v, cache, spec)
     run = decode.prepare_cached(call)
     for switch in ("ieee", "tf32", "tf32", "ieee"):
         monkeypatch.setattr(decode, "precision", lambda dtype, switch=switch: switch)
-        run(q, k, v, call.operands, False)
+        run(*call[:3], call.operands, False)
     assert compiled == ["ieee", "tf32"]
 
 
 def test_a_prepared_call_refuses_fp8_caches_at_odd_addresses_before_it_writes(monkeypatch):
     case = CacheCase(fp8=True, dtype=torch.float16, new=1, S=40, lens=(3, 20))
-    q, k, v, cache, spec = groups(case.fresh())
+    call = case.fresh()
+    q, k, v = call[:3]
 
     def moved(x, by):
         data = torch.zeros(x.numel() + 16, dtype=torch.uint8).view(x.dtype)
         return data.as_strided(x.shape, x.stride(), by).copy_(x)
 
-    call = cached(q, k, v, cache, spec)
     run = decode.prepare_cached(call)
     monkeypatch.setattr(decode, "_bind", lambda call: lambda *args: "attended")
     assert run(q, moved(k, 2), moved(v, 2), call.operands, False) == "attended"
@@ -274,18 +267,19 @@ def test_a_prepared_call_refuses_fp8_caches_at_odd_addresses_before_it_writes(mo
 @pytest.mark.parametrize("page_size, token_scales", [(4, False), (4, True), (0, True)])
 def test_new_keys_are_divided_by_the_scales_of_their_pages(page_size, token_scales):
     """Exactly where the interpreter can round: powers of two times numbers that e4m3 has."""
-    q, k, v, cache, spec = groups(CacheCase(
+    call = CacheCase(
         fp8=True, dtype=torch.float16, page_size=page_size, page_scales=True, new=6, S=40,
         lens=(3, 20), token_scales=token_scales,
-    ).fresh())  # fmt: skip
-    whole = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-    whole = {name: 2.0 ** scale.log2().round() for name, scale in whole.items()}
-    new = {name: getattr(cache, name).sign() * 1.5 for name in ("key", "value")}
-    cache = cache._replace(**whole, **new)
-    caches = [(k.clone(), v.clone()) for _ in range(2)]
-    decode.cache_forward(call_of(q, *caches[0], spec, cache=cache))
-    reference.cache_forward(call_of(q, *caches[1], spec, cache=cache))
-    for found, wanted in zip(*caches):
+    ).fresh()  # fmt: skip
+    t = call.operands
+    call = call.changed(
+        k_scale=2.0 ** t.k_scale.log2().round(), v_scale=2.0 ** t.v_scale.log2().round(),
+        new_key=t.new_key.sign() * 1.5, new_value=t.new_value.sign() * 1.5,
+    )  # fmt: skip
+    first, second = (call._replace(key=call.key.clone(), value=call.value.clone()) for _ in "ab")
+    decode.cache_forward(first)
+    reference.cache_forward(second)
+    for found, wanted in zip(first[1:3], second[1:3]):
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
 
@@ -293,49 +287,50 @@ def test_scales_of_values_far_apart_keep_their_precision():
     """fp16 weights are in units of the largest scale so far, whether it comes first or last."""
     case = CacheCase(B=1, fp8=True, dtype=torch.float16, page_size=64, page_scales=True, S=320,
                      lens=(320,))  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
+    call = case.fresh()
+    q, table = call.query, call.operands.page_table
     for exponents in ([-20, -15, -18, -9, -20], [0, -12, -24, -30, 9]):
-        scale = torch.ones_like(cache.v_scale)
-        scale[cache.page_table[0].long()] = 2.0 ** torch.tensor(exponents).float().view(-1, 1, 1)
-        one = cache._replace(v_scale=scale)
-        out, _ = decode.cache_forward(call_of(q.float().half(), k, v, spec, cache=one))
-        expected, _ = reference.cached(call_of(q, k, v, spec, cache=one))
+        scale = torch.ones_like(call.operands.v_scale)
+        scale[table[0].long()] = 2.0 ** torch.tensor(exponents).float().view(-1, 1, 1)
+        one = call.changed(v_scale=scale)
+        out, _ = decode.cache_forward(one._replace(query=q.float().half()))
+        expected, _ = reference.cached(one)
         assert (out.double() - expected).abs().max() < 2e-3 * expected.abs().max()
 
 
-def dense_plan(q, k, v, spec):
+def dense_plan(call):
     """The plan of a call, and what that prepares for it."""
-    call = call_of(q, k, v, spec)
     plan = triton.plan(call)
     return plan.kernel, plan.prepare(call)
 
 
 def test_a_prepared_dense_call():
-    q, k, v, _ = groups(make_case(Sq=2, Sk=520).fresh())
-    spec = Spec(is_causal=True)
-    kernel, run = dense_plan(q, k, v, spec)
+    q, k, v = make_case(Sq=2, Sk=520).fresh()[:3]
+    call = attention_call(q, k, v, is_causal=True)
+    kernel, run = dense_plan(call)
     assert kernel == "split-KV decoding"
-    expected = reference.forward(call_of(2 * q, k, v, spec))[0]
-    found, lse = run(2 * q, k, v, call_of(q, k, v, spec).operands, False)
+    expected = reference.forward(call._replace(query=2 * q))[0]
+    found, lse = run(2 * q, k, v, call.operands, False)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert lse is None
-    kernel, _ = dense_plan(q, k[:, :, :100], v[:, :, :100], spec)
+    kernel, _ = dense_plan(call._replace(key=k[:, :, :100], value=v[:, :, :100]))
     assert kernel == "forward"
 
 
 @pytest.mark.parametrize("names", [("kv_lens",), ("key_ranges",), ("kv_lens", "key_ranges")])
 def test_a_prepared_dense_call_reads_lengths_and_ranges_anew(names):
-    q, k, v, _ = groups(make_case(Sq=2, Sk=520).fresh())
+    q, k, v = make_case(Sq=2, Sk=520).fresh()[:3]
     run = None
     for last in (519, 30):
         lens = torch.tensor([last, 7], dtype=torch.int32)
         bounds = {"kv_lens": lens, "key_ranges": torch.stack([lens // 2, lens], -1)[:, None, None]}
-        spec = Spec(is_causal=True, **{name: bounds[name] for name in names})
-        kernel, first = dense_plan(q, k, v, spec)
+        given = {name: bounds[name] for name in names}
+        call = attention_call(q, k, v, is_causal=True, **given)
+        kernel, first = dense_plan(call)
         assert kernel == "split-KV decoding"
         run = run or first
-        expected = reference.forward(call_of(q, k, v, spec))[0]
-        found, _ = run(q, k, v, call_of(q, k, v, spec).operands, False)
+        expected = reference.forward(call)[0]
+        found, _ = run(q, k, v, call.operands, False)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    kernel, _ = dense_plan(q, k[:, :, :100], v[:, :, :100], spec)
+    kernel, _ = dense_plan(call._replace(key=k[:, :, :100], value=v[:, :, :100]))
     assert kernel == "forward"

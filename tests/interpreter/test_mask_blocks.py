@@ -8,9 +8,8 @@ import torch
 from fa_ops.backends import mask_blocks, reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import assert_close_to_oracle, make_case
-from tests.groups import Spec, call_of
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -70,12 +69,16 @@ def test_tiles_are_skipped_or_not_masked(kind):
     mask[128:, :128] = False  # full according to the lists
     if kind == "float":
         mask, other = (torch.zeros(256, 256).masked_fill(~m, -math.inf) for m in (mask, other))
-    spec = Spec(mask, mask_blocks=reference.mask_blocks(other[None, None]))
-    out, lse = backend.forward(call_of(q, k, v, spec))
-    expected = reference.forward(call_of(q, k, v, Spec(other)))
+    call = attention_call(
+        q, k, v, attn_mask=mask, mask_blocks=reference.mask_blocks(other[None, None])
+    )
+    out, lse = backend.forward(call)
+    expected = reference.forward(attention_call(q, k, v, attn_mask=other))
     torch.testing.assert_close((out, lse), expected, atol=1e-5, rtol=1e-5)
-    found = backend.backward(call_of(q, k, v, spec, saved=Saved(grad, None, out, lse)))
-    right = reference.backward(call_of(q, k, v, Spec(other), saved=Saved(grad, None, *expected)))
+    found = backend.backward(call._replace(saved=Saved(grad, None, out, lse)))
+    right = reference.backward(
+        attention_call(q, k, v, attn_mask=other, saved=Saved(grad, None, *expected))
+    )
     torch.testing.assert_close(found[:3], right[:3], atol=1e-5, rtol=1e-5)
 
 
@@ -84,13 +87,13 @@ def test_nothing_in_a_skipped_tile_reaches_a_result():
     q, k, v = (torch.randn(1, 1, 256, 16) for _ in range(3))
     mask = torch.ones(256, 256, dtype=torch.bool)
     mask[:, 128:] = False
-    spec = Spec(mask, mask_blocks=reference.mask_blocks(mask[None, None]))
-    first = backend.forward(call_of(q, k, v, spec))
+    options = {"attn_mask": mask, "mask_blocks": reference.mask_blocks(mask[None, None])}
+    first = backend.forward(attention_call(q, k, v, **options))
     for number in (math.nan, math.inf, 3e38):
         bad = k.clone(), v.clone()
         for t in bad:
             t[:, :, 128:] = number
-        assert all(map(torch.equal, first, backend.forward(call_of(q, *bad, spec))))
+        assert all(map(torch.equal, first, backend.forward(attention_call(q, *bad, **options))))
 
 
 @pytest.mark.parametrize("number", [-(2**31), 2**31 - 1])
@@ -99,8 +102,10 @@ def test_lists_may_hold_anything(number):
     mask = torch.ones(140, 140, dtype=torch.bool).tril()
     blocks = torch.full_like(reference.mask_blocks(mask[None, None]), number)
     blocks[..., 1:3] = 2**31 - 1
-    out, lse = backend.forward(call_of(q, k, v, Spec(mask, mask_blocks=blocks)))
+    out, lse = backend.forward(attention_call(q, k, v, attn_mask=mask, mask_blocks=blocks))
     grads = backend.backward(
-        call_of(q, k, v, Spec(mask, mask_blocks=blocks), saved=Saved(out, None, out, lse))
+        attention_call(
+            q, k, v, attn_mask=mask, mask_blocks=blocks, saved=Saved(out, None, out, lse)
+        )
     )
     assert grads.query.shape == q.shape

@@ -8,11 +8,10 @@ import torch
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Call, Saved, attention_call
 from fa_ops.call.options import MAX_LENGTH
 from fa_ops.testing import make_case
 from fa_ops.testing.caches import CacheCase
-from tests.groups import Cache, Packing, Spec, call_of, groups
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -34,11 +33,10 @@ MASKS = {
 }
 
 
-def attends(spec: Spec, B: int, H: int, Sq: int, Sk: int) -> torch.Tensor:
+def attends(call: Call) -> torch.Tensor:
     """Bool (B, H, Sq, Sk), by the oracle's formulas."""
-    plain = spec._replace(alibi_slopes=None)
-    q, k = torch.zeros(B, H, Sq, 1), torch.zeros(B, H, Sk, 1)
-    return reference.modify_scores(torch.zeros(B, H, Sq, Sk), call_of(q, k, k, plain)) > -INF
+    scores = torch.zeros(*call.query.shape[:3], call.num_keys)
+    return reference.modify_scores(scores, call.changed(alibi_slopes=None)) > -INF
 
 
 @pytest.mark.parametrize("poison", [NAN, INF])
@@ -46,19 +44,19 @@ def attends(spec: Spec, B: int, H: int, Sq: int, Sk: int) -> torch.Tensor:
 def test_forward(name, poison):
     """A poisoned key of the first sequence, which the second does not attend."""
     case = make_case(Sq=40, Sk=50, Hq=2, Hkv=1, **MASKS[name])
-    q, k, v, spec = groups(case.fresh())
-    expected, expected_lse = reference.forward(call_of(q, k, v, spec))
-    keep = attends(spec, 2, 2, 40, 50)
+    call = case.fresh()
+    expected, expected_lse = reference.forward(call)
+    keep = attends(call)
     for where in ("key", "value"):
         for j in (0, 35):
-            bad = {"key": k.clone(), "value": v.clone()}
+            bad = {"key": call.key.clone(), "value": call.value.clone()}
             bad[where][0, :, j, 3] = poison
-            out, lse = backend.forward(call_of(q, bad["key"], bad["value"], spec))
+            out, lse = backend.forward(call._replace(**bad))
             clean = ~keep[..., j]
             clean[1] = True
             torch.testing.assert_close(out[clean], expected[clean], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(lse[clean], expected_lse[clean], atol=1e-5, rtol=1e-5)
-            if math.isnan(poison) and spec.dropout_p == 0:
+            if math.isnan(poison) and case.dropout_p == 0:
                 assert bool(out[~clean].isnan().any(-1).all())
 
 
@@ -69,20 +67,20 @@ def test_backward(name):
     The row or key is of the first sequence.
     """
     case = make_case(Sq=40, Sk=50, Hq=2, Hkv=1, **MASKS[name])
-    q, k, v, spec = groups(case.fresh())
-    grad = torch.randn(2, 2, 40, 16)
-    right = reference.forward(call_of(q, k, v, spec))
-    expected = reference.backward(call_of(q, k, v, spec, saved=Saved(grad, None, *right)))
-    keep = attends(spec, 2, 2, 40, 50)
+    call, grad = case.fresh(), torch.randn(2, 2, 40, 16)
+    right = reference.forward(call)
+    expected = reference.backward(call._replace(saved=Saved(grad, None, *right)))
+    keep = attends(call)
     first = torch.tensor([True, False]).view(2, 1, 1)
     for where, at in (("key", 35), ("value", 35), ("query", 30), ("grad", 30)):
-        bad = {"query": q.clone(), "key": k.clone(), "value": v.clone(), "grad": grad.clone()}
+        given = dict(zip(("query", "key", "value", "grad"), (*call[:3], grad)))
+        bad = given | {where: given[where].clone()}
         bad[where][0, :, at, 3] = NAN
         of_keys = where in ("key", "value")
         rows = first & (keep[..., at] if of_keys else torch.arange(40).eq(at).expand(2, 2, 40))
-        inputs = bad["query"], bad["key"], bad["value"]
-        out, lse = backend.forward(call_of(*inputs, spec))
-        grads = backend.backward(call_of(*inputs, spec, saved=Saved(bad["grad"], None, out, lse)))
+        bad_grad, poisoned = bad.pop("grad"), call._replace(**bad)
+        out, lse = backend.forward(poisoned)
+        grads = backend.backward(poisoned._replace(saved=Saved(bad_grad, None, out, lse)))
         clean = {"query": ~rows, "key": ~(keep & rows[..., None]).any((1, 2))[:, None]}
         clean["value"] = clean["key"]
         if of_keys:
@@ -91,32 +89,28 @@ def test_backward(name):
         for name in clean:
             found, wanted = (getattr(x, name)[clean[name]] for x in (grads, expected))
             torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
-        if spec.dropout_p == 0:
+        if case.dropout_p == 0:
             assert bool(grads.query[rows & keep.any(-1)].isnan().any(-1).all())
 
 
 def test_backward_of_a_mask():
     case = make_case(Sq=20, Sk=30, Hq=2, Hkv=1, mask="float", mask_grad=True, is_causal=True)
-    q, k, v, spec = groups(case.fresh())
-    grad = torch.randn(2, 2, 20, 16)
-    right = reference.forward(call_of(q, k, v, spec))
-    expected = reference.backward(
-        call_of(q, k, v, spec, saved=Saved(grad, None, *right, True))
-    ).attn_mask
-    v[:, :, 25, 3] = NAN
-    out, lse = backend.forward(call_of(q, k, v, spec))
-    found = backend.backward(
-        call_of(q, k, v, spec, saved=Saved(grad, None, out, lse, True))
-    ).attn_mask
-    clean = ~attends(spec, 2, 2, 20, 30)[..., 25]
+    call, grad = case.fresh(), torch.randn(2, 2, 20, 16)
+    right = Saved(grad, None, *reference.forward(call), True)
+    expected = reference.backward(call._replace(saved=right)).attn_mask
+    call.value[:, :, 25, 3] = NAN
+    found = Saved(grad, None, *backend.forward(call), True)
+    found = backend.backward(call._replace(saved=found)).attn_mask
+    clean = ~attends(call)[..., 25]
     torch.testing.assert_close(found[clean], expected[clean], atol=1e-5, rtol=1e-4)
 
 
 def test_a_nan_query_reaches_only_its_row():
-    q, k, v, spec = groups(make_case(B=1, Sq=50, Sk=60, is_causal=True).fresh())
-    expected = reference.forward(call_of(q, k, v, spec))[0]
+    call = make_case(B=1, Sq=50, Sk=60, is_causal=True).fresh()
+    q = call.query
+    expected = reference.forward(call)[0]
     q[:, 1, 40, 2] = NAN
-    out, _ = backend.forward(call_of(q, k, v, spec))
+    out, _ = backend.forward(call)
     assert bool(out[:, 1, 40].isnan().all())
     out[:, 1, 40] = expected[:, 1, 40]
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
@@ -126,11 +120,11 @@ def test_packed_sequences():
     """Nothing of one sequence reaches another, nor a row that does not attend it."""
     q, k, v = torch.randn(90, 2, 16), torch.randn(100, 1, 16), torch.randn(100, 1, 16)
     ends_q, ends_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 40, 90], [0, 45, 100]))
-    packing, spec = Packing(ends_q, ends_k), Spec(is_causal=True)
-    expected = reference.varlen_forward(call_of(q, k, v, spec, packing=packing))
+    call = attention_call(q, k, v, is_causal=True, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+    expected = reference.varlen_forward(call)
     k[45] = NAN
     v[60] = INF
-    out, lse = backend.varlen_forward(call_of(q, k, v, spec, packing=packing))
+    out, lse = backend.varlen_forward(call)
     torch.testing.assert_close(out[:40], expected[0][:40], atol=1e-5, rtol=1e-4)
     assert bool(out[40:].isnan().any(-1).all())  # all of them attend the first key
 
@@ -146,19 +140,20 @@ def test_packed_sequences():
 )  # fmt: skip
 def test_decoding(changes):
     case = CacheCase(B=2, S=150, is_causal=True, lens=(150, 90), **changes)
-    q, k, v, cache, spec = groups(case.fresh())
-    expected = reference.cache_forward(call_of(q, k.clone(), v.clone(), spec, cache=cache))[0]
+    call = case.fresh()
+    k, v = call[1:3]
+    expected = reference.cache_forward(call._replace(key=k.clone(), value=v.clone()))[0]
     Sq, left = case.Sq, case.window[0]
     hidden = [147, 148, 149] if left < 0 else [5, 125, 127]  # rows 0 ... 2 attend not the first
     for j in hidden:
         bad = v.clone()
         place = (0, slice(None), j)
         if case.page_size:
-            page = int(cache.page_table[0, j // case.page_size])
+            page = int(call.operands.page_table[0, j // case.page_size])
             place = (page, j % case.page_size)
         bad[place] = NAN
         keys = bad if case.shared else k
-        out, _ = backend.cache_forward(call_of(q, keys, bad, spec, cache=cache))
+        out, _ = backend.cache_forward(call._replace(key=keys, value=bad))
         for i in range(Sq):
             diagonal = 150 - Sq + i
             seen = j <= diagonal and (left < 0 or j >= diagonal - left)
@@ -173,13 +168,14 @@ def test_decoding(changes):
     "shape, softcap", [((1, 1, 1, 30), 0.0), ((1, 1, 20, 30), 0.0), ((1, 1, 1, 30), 2.0)]
 )
 def test_an_infinite_key_that_a_float_mask_excludes_leaves_gradients_finite(shape, softcap):
-    q, k, v, spec = groups(make_case(Sq=20, Sk=30, Hq=2, Hkv=1).fresh())
+    call = make_case(Sq=20, Sk=30, Hq=2, Hkv=1).fresh()
+    k = call.key
     k[0, 0, 7, 3] = INF
     mask = torch.zeros(shape)
     mask[..., 7] = -INF
-    spec = spec._replace(attn_mask=mask, softcap=softcap)
-    out, lse = backend.forward(call_of(q, k, v, spec))
-    call = call_of(q, k, v, spec, saved=Saved(torch.randn_like(out), None, out, lse, True))
+    call = call.changed(attn_mask=mask, softcap=softcap)
+    out, lse = backend.forward(call)
+    call = call._replace(saved=Saved(torch.randn_like(out), None, out, lse, True))
     for found, expected in zip(backend.backward(call)[:4], reference.backward(call)[:4]):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
@@ -205,25 +201,24 @@ EXTREMES = {
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_numbers(name, Sq, Sk):
     case = make_case(**{"Sq": Sq, "Sk": Sk, "B": 1, "Hq": 2, "Hkv": 1} | EXTREMES[name])
-    q, k, v, spec = groups(case.fresh())
-    expected = reference.forward(call_of(q, k, v, spec))
-    out, lse = backend.forward(call_of(q, k, v, spec))
+    call = case.fresh()
+    expected = reference.forward(call)
+    out, lse = backend.forward(call)
     torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
     grad = torch.ones_like(out)
-    grads = backend.backward(call_of(q, k, v, spec, saved=Saved(grad, None, out, lse)))
+    grads = backend.backward(call._replace(saved=Saved(grad, None, out, lse)))
     assert all(bool(x.isfinite().all()) for x in grads[:3])
 
 
 @pytest.mark.parametrize("softcap", [1e-320, 1e-40, 1e-38, 1e-30])
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e6])
 def test_a_score_of_0_has_a_gradient_under_every_softcap(softcap, scale):
-    q, k, v, spec = groups(
-        make_case(Sq=20, Sk=40, Hq=2, Hkv=1, softcap=softcap, scale=scale).fresh()
-    )
+    call = make_case(Sq=20, Sk=40, Hq=2, Hkv=1, softcap=softcap, scale=scale).fresh()
+    q = call.query
     q = torch.zeros_like(q)
-    out, lse = backend.forward(call_of(q, k, v, spec))
-    call = call_of(q, k, v, spec, saved=Saved(torch.randn_like(out), None, out, lse))
+    out, lse = backend.forward(call._replace(query=q))
+    call = call._replace(query=q, saved=Saved(torch.randn_like(out), None, out, lse))
     expected, found = reference.backward(call)[0], backend.backward(call)[0]
     assert expected.abs().max() > 0
     torch.testing.assert_close(found / scale, expected / scale, atol=1e-5, rtol=1e-4)
@@ -235,18 +230,19 @@ def test_huge_scores(dtype, options):
     """Products of 1e12 with a scale that is no power of two; every key alike, and not."""
     case = make_case(B=1, Sq=20, Sk=70, Hq=2, Hkv=1, D=24, dtype=dtype, **options)
     for alike in (True, False):
-        q, k, v, spec = groups(case.fresh())
+        call = case.fresh()
+        q, k = call[:2]
         size = 133120.0 if dtype == torch.float32 else 60000.0
         q, k = (torch.full_like(x, size) if alike else x * (size / 8) for x in (q, k))
         if dtype == torch.float16:
-            spec = spec._replace(scale=40.0)
-        expected = reference.forward(call_of(q, k, v, spec))
-        out, lse = backend.forward(call_of(q, k, v, spec))
+            call = call.changed(scale=40.0)
+        expected = reference.forward(call._replace(query=q, key=k))
+        out, lse = backend.forward(call._replace(query=q, key=k))
         rtol = 1e-3 if dtype == torch.float16 else 1e-5
         torch.testing.assert_close(out, expected[0], atol=rtol, rtol=rtol)
         torch.testing.assert_close(lse, expected[1], atol=0.0, rtol=1e-5)
         grads = backend.backward(
-            call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), None, out, lse))
+            call._replace(query=q, key=k, saved=Saved(torch.ones_like(out), None, out, lse))
         )
         assert not any(bool(x.isnan().any()) for x in grads[:3])
 
@@ -256,29 +252,28 @@ def test_huge_scores(dtype, options):
 @pytest.mark.parametrize("decoding", [False, True])
 def test_sinks(decoding, sink, lens):
     Sq, Sk = (3, 520) if decoding else (40, 30)
-    q, k, v, spec = groups(make_case(Sq=Sq, Sk=Sk, Hq=2, Hkv=1).fresh())
+    call = make_case(Sq=Sq, Sk=Sk, Hq=2, Hkv=1).fresh()
     lens = None if lens is None else torch.tensor(lens, dtype=torch.int32)
-    spec = spec._replace(sinks=torch.tensor([sink, 0.5]), kv_lens=lens)
-    expected = reference.forward(call_of(q, k, v, spec))
-    out, lse = backend.forward(call_of(q, k, v, spec))
+    call = call.changed(sinks=torch.tensor([sink, 0.5]), kv_lens=lens)
+    expected = reference.forward(call)
+    out, lse = backend.forward(call)
     torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
     grad_lse = torch.ones_like(lse).masked_fill(lse == -INF, 0.0)
-    grads = backend.backward(
-        call_of(q, k, v, spec, saved=Saved(torch.ones_like(out), grad_lse, out, lse))
-    )
+    grads = backend.backward(call._replace(saved=Saved(torch.ones_like(out), grad_lse, out, lse)))
     assert all(bool(x.isfinite().all()) for x in (*grads[:3], grads.sinks))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_of_the_lowest_number(dtype):
     """A float mask whose row is full of `finfo.min` leaves the mean of the values."""
-    q, k, v, _ = groups(make_case(B=1, Sq=10, Sk=70, dtype=dtype).fresh())
+    q, k, v = make_case(B=1, Sq=10, Sk=70, dtype=dtype).fresh()[:3]
     mask = torch.zeros(10, 70, dtype=dtype)
     mask[3], mask[5, :60], mask[7] = torch.finfo(dtype).min, torch.finfo(dtype).min, -INF
-    for spec in (Spec(attn_mask=mask), Spec(attn_mask=mask.float())):
-        expected, expected_lse = reference.forward(call_of(q, k, v, spec))
-        out, lse = backend.forward(call_of(q, k, v, spec))
+    for bias in (mask, mask.float()):
+        call = attention_call(q, k, v, attn_mask=bias)
+        expected, expected_lse = reference.forward(call)
+        out, lse = backend.forward(call)
         torch.testing.assert_close(out, expected, atol=2e-3, rtol=1e-3)
         torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
 
@@ -288,12 +283,12 @@ def test_more_than_2_to_the_29_keys_are_refused():
     packed = many[0].transpose(0, 1)
     for args in ((many, few, few), (few, many, many), (packed, few[0], few[0])):
         assert f"up to {MAX_LENGTH} queries and keys" in backend.support_error(
-            call_of(*args, Spec())
+            attention_call(*args)
         )
     table = torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**23)
     pages = torch.zeros(4, 128, 1, 16)
     too_long = backend.cache_error(
-        call_of(few, pages, pages, Spec(), cache=Cache(page_table=table))
+        attention_call(few, pages, pages, page_table=table, over_cache=True)
     )
     assert str(MAX_LENGTH) in too_long
-    assert str(MAX_LENGTH) in backend.cache_error(call_of(few, many, many, Spec(), cache=Cache()))
+    assert str(MAX_LENGTH) in backend.cache_error(attention_call(few, many, many, over_cache=True))

@@ -7,10 +7,10 @@ import torch
 
 from fa_ops.backends import quantization
 from fa_ops.backends.triton import launch
+from fa_ops.call.call import attention_call
 from fa_ops.testing import make_case
 from fa_ops.testing.quantized import QuantizedCase, assert_quantized_close, random_quantized_case
 from tests.dominant_keys import relative_error
-from tests.groups import Quantization, Spec, call_of, groups
 from tests.quantized_calls import run
 
 host = importlib.import_module("fa_ops.backends.triton.eight_bit")
@@ -58,11 +58,13 @@ def test_weights_beside_a_dominant_key_are_kept(position):
 
 @pytest.mark.parametrize("qk_dtype", [torch.int8, E4M3])
 def test_numbers_and_scales_are_those_of_the_definition(qk_dtype):
-    q, k, v, _ = groups(make_case(B=2, Hq=4, Hkv=2, Sq=70, Sk=130, D=48, Dv=24).fresh())
-    spec = Spec(kv_lens=torch.tensor([130, 77], dtype=torch.int32))
-    how = Quantization(None, None, None, qk_dtype, True, False)
-    wanted = quantization.quantised(call_of(q, k, v, spec, quantization=how), torch.float32)
-    found = host.quantise(call_of(q, k, v, spec, quantization=how))
+    q, k, v = make_case(B=2, Hq=4, Hkv=2, Sq=70, Sk=130, D=48, Dv=24).fresh()[:3]
+    call = attention_call(
+        q, k, v, kv_lens=torch.tensor([130, 77], dtype=torch.int32), qk_dtype=qk_dtype,
+        eight_bits=True,
+    )  # fmt: skip
+    wanted = quantization.quantised(call, torch.float32)
+    found = host.quantise(call)
     same = found.query[..., :48].float() == wanted.query
     assert same.float().mean() > 0.999 and not found.query[..., 48:].float().any()
     assert (found.key[..., :48].float() == wanted.key).float().mean() > 0.999

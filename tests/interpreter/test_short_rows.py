@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fa_ops.backends.triton import configs, launch, plan, short_rows
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.plans import planning
 from fa_ops.testing import (
     Arena,
@@ -18,7 +18,6 @@ from fa_ops.testing import (
     random_calls,
 )
 from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS
-from tests.groups import Spec, call_of, groups
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -30,8 +29,8 @@ FORWARD, BACKWARD = "forward of short rows", "backward of short rows"
 
 def kernels(case: Case) -> tuple[str, str]:
     """The kernels of a case's forward and backward passes."""
-    q, k, v, spec = groups(case.fresh())
-    call = call_of(q, k, v, spec)
+    call = case.fresh()
+    q = call.query
     saved = Saved(q, None, q, q, case.mask_grad)
     return plan(call).kernel, plan(call._replace(saved=saved)).kernel
 
@@ -87,11 +86,11 @@ def test_numbers_that_are_not_finite(number, operand):
 def test_rows_that_a_bias_hides(low):
     """All keys of some rows: of -inf none is attended, of a finite number all alike."""
     case = window(random.Random(1), B=4, Hq=2, Hkv=2, Sq=20, Sk=30, D=16, Dv=16, scale=None)
-    q, k, v, _ = groups(case.fresh())
+    q, k, v = case.fresh()[:3]
     bias = torch.randn(1, 2, 20, 30)
     bias[:, :, 3:6] = low
     bias[:, 1, 8, 5:] = low
-    out, lse = short_rows.forward(call_of(q, k, v, Spec(bias)))
+    out, lse = short_rows.forward(attention_call(q, k, v, attn_mask=bias))
     hidden = torch.full((3,), low == float("-inf"))
     assert torch.equal(lse[0, 0, 3:6] == float("-inf"), hidden)
     expected = torch.zeros(2, 16) if hidden[0] else v[1].float().mean(1)
@@ -99,7 +98,9 @@ def test_rows_that_a_bias_hides(low):
     if low > float("-inf"):
         return
     grads = short_rows.backward(
-        call_of(q, k, v, Spec(bias), saved=Saved(torch.ones_like(out), None, out, lse, True))
+        attention_call(
+            q, k, v, attn_mask=bias, saved=Saved(torch.ones_like(out), None, out, lse, True)
+        )
     )
     assert not grads.query[:, :, 3:6].any() and not grads.attn_mask[:, :, 3:6].any()
     assert all(bool(x.isfinite().all()) for x in grads[:4])
@@ -110,11 +111,13 @@ def test_rows_that_a_bias_hides(low):
 def test_the_gradient_of_a_bias_repeats_and_has_its_dtype(dtype, shared):
     """Also of a bias of another dtype than the queries', whose rows are not contiguous."""
     case = window(random.Random(2), B=9, Hq=2, Hkv=2, Sq=20, Sk=30, D=16, Dv=16, scale=None)
-    q, k, v, _ = groups(case.fresh())
+    q, k, v = case.fresh()[:3]
     bias = torch.randn(1 if shared else 9, 2, 30, 20).to(dtype).mT
-    out, lse = short_rows.forward(call_of(q, k, v, Spec(bias)))
+    out, lse = short_rows.forward(attention_call(q, k, v, attn_mask=bias))
     saved = Saved(torch.randn_like(out), torch.randn_like(lse), out, lse, True)
-    first, second = (short_rows.backward(call_of(q, k, v, Spec(bias), saved=saved)) for _ in "ab")
+    first, second = (
+        short_rows.backward(attention_call(q, k, v, attn_mask=bias, saved=saved)) for _ in "ab"
+    )
     assert all(torch.equal(a, b) for a, b in zip(first[:4], second[:4]))
     assert (first.attn_mask.dtype, first.attn_mask.shape) == (dtype, bias.shape)
 
@@ -185,7 +188,7 @@ def test_random_calls_reach_them():
 
 def test_a_bias_that_was_expanded_is_loaded_once_and_has_a_gradient_for_each_window():
     case = window(random.Random(5), B=3, Hq=2, Hkv=2, Sq=9, Sk=9)
-    q, k, v, _ = groups(case.fresh(requires_grad=True))
+    q, k, v = case.fresh(requires_grad=True)[:3]
     bias = torch.randn(1, 2, 9, 9).expand(3, 2, 9, 9).requires_grad_()
     planning.forget()
     out = torch.ops.fa.attention(q, k, v, bias, backend="triton")

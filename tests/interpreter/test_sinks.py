@@ -10,8 +10,8 @@ import torch
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
+from fa_ops.call.call import attention_call
 from tests import infinite_sinks
-from tests.groups import Spec, call_of
 
 kernel = importlib.import_module("fa_ops.backends.triton.forward")
 
@@ -41,9 +41,9 @@ def test_keys_far_below_a_sink_are_recomputed(size, recomputed, monkeypatch):
     calls, replace = [], kernel.replace_nonfinite
     monkeypatch.setattr(kernel, "replace_nonfinite", lambda x: calls.append(1) or replace(x))
     q, k = torch.full((1, 1, 20, 16), size), torch.full((1, 1, 20, 16), -size)
-    spec = Spec(sinks=torch.tensor([0.5]))
-    out, lse = backend.forward(call_of(q, k, q, spec))
+    call = attention_call(q, k, q, sinks=torch.tensor([0.5]))
+    out, lse = backend.forward(call)
     assert bool(calls) == recomputed
-    expected = reference.forward(call_of(q, k, q, spec))
+    expected = reference.forward(call)
     torch.testing.assert_close(out, expected[0])
     torch.testing.assert_close(lse, expected[1])

@@ -14,9 +14,8 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import arguments, launch
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
-from tests.groups import Packing, Spec, call_of, groups
 from tests.kernels import alternating_dtype, assert_merges, assert_merges_into
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
@@ -74,7 +73,7 @@ def test_rows_outside_every_sequence_have_no_sink():
     q = torch.randn(9, 2, 8)
     ends = torch.tensor([2, 5], dtype=torch.int32)
     out, lse = backend.varlen_forward(
-        call_of(q, q, q, Spec(sinks=torch.ones(2)), packing=Packing(ends, ends))
+        attention_call(q, q, q, sinks=torch.ones(2), cu_seqlens_q=ends, cu_seqlens_k=ends)
     )
     outside = [0, 1, 5, 6, 7, 8]
     assert not out[outside].any() and bool((lse[:, outside] == float("-inf")).all())
@@ -84,24 +83,24 @@ def test_rows_outside_every_sequence_have_no_sink():
 def test_sink_of_a_row_without_keys_is_its_lse():
     q = torch.randn(1, 2, 3, 8)
     sinks = torch.tensor([0.5, float("-inf")])
-    spec = Spec(sinks=sinks, kv_lens=torch.zeros(1, dtype=torch.int32))
-    out, lse = backend.forward(call_of(q, q, q, spec))
+    call = attention_call(q, q, q, sinks=sinks, kv_lens=torch.zeros(1, dtype=torch.int32))
+    out, lse = backend.forward(call)
     assert not out.any()
     assert torch.allclose(lse, sinks.view(1, 2, 1).expand(1, 2, 3))
 
 
 def test_nan_reaches_no_row_that_does_not_attend_it():
-    q, k, v, _ = groups(make_case(Sq=40, Sk=150).fresh())
+    q, k, v = make_case(Sq=40, Sk=150).fresh()[:3]
     ranges = torch.tensor([[20, 70], [0, 129]], dtype=torch.int32).view(2, 1, 1, 2)
     for b, (first, last) in enumerate(ranges.view(2, 2).tolist()):
         for x in (k, v):
             x[b, :, :first] = float("nan")
             x[b, :, last:] = float("inf")
-    for spec in (Spec(key_ranges=ranges), Spec(key_ranges=ranges, softcap=2.0)):
-        out, lse = backend.forward(call_of(q, k, v, spec))
+    for options in ({"key_ranges": ranges}, {"key_ranges": ranges, "softcap": 2.0}):
+        out, lse = backend.forward(attention_call(q, k, v, **options))
         assert bool(out.isfinite().all() and lse.isfinite().all())
     v[0, 1, 30, 3] = float("nan")
-    out, _ = backend.forward(call_of(q, k, v, Spec(key_ranges=ranges)))
+    out, _ = backend.forward(attention_call(q, k, v, key_ranges=ranges))
     assert bool(out[0, 2:, :, 3].isnan().all())
     assert bool(out[0, :2].isfinite().all() and out[1].isfinite().all())
 
@@ -110,7 +109,7 @@ def test_nan_reaches_no_row_that_does_not_attend_it():
 def test_masks_by_strides(kind):
     """A mask that is a transpose, a slice, or has fewer than four dimensions."""
     case = make_case(Sq=40, Sk=70)
-    q, k, v, _ = groups(case.fresh())
+    q, k, v = case.fresh()[:3]
     full = torch.randn(2, 4, 70, 120)
     full = full > 0 if kind == "bool" else full
     for mask in (
@@ -118,16 +117,16 @@ def test_masks_by_strides(kind):
         full[:, :, :40, ::1][..., 7:77],
         full[0, 0, 1, :70],
     ):
-        spec = Spec(attn_mask=mask)
-        out, lse = backend.forward(call_of(q, k, v, spec))
-        expected, expected_lse = reference.forward(call_of(q, k, v, spec))
+        call = attention_call(q, k, v, attn_mask=mask)
+        out, lse = backend.forward(call)
+        expected, expected_lse = reference.forward(call)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
 
 def test_layout_of_the_results():
-    q, k, v, _ = groups(make_case(D=16, Dv=24).fresh())
-    out, lse = backend.forward(call_of(q, k, v, Spec()))
+    q, k, v = make_case(D=16, Dv=24).fresh()[:3]
+    out, lse = backend.forward(attention_call(q, k, v))
     assert out.shape == (2, 4, 33, 24) and out.transpose(1, 2).is_contiguous()
     assert lse.shape == (2, 4, 33) and lse.is_contiguous() and lse.dtype == torch.float32
 
@@ -135,8 +134,8 @@ def test_layout_of_the_results():
 def test_lengths_scales_and_windows_compile_nothing_new():
     compiled = []
     for length in (1, 7, 64, 100, 129):
-        q, k, v, _ = groups(make_case(Sq=length, Sk=length + 3).fresh())
-        backend.forward(call_of(q, k, v, Spec(window_left=length, scale=1.0 / length)))
+        q, k, v = make_case(Sq=length, Sk=length + 3).fresh()[:3]
+        backend.forward(attention_call(q, k, v, window_left=length, scale=1.0 / length))
         compiled.append(len(host._launches))
     assert len(set(compiled)) == 1
 
@@ -162,12 +161,10 @@ def test_merge_into(D):
 
 def test_unsupported_calls_are_refused():
     q = torch.randn(1, 1, 4, 8)
-    assert backend.support_error(call_of(q, q, q, Spec())) is None
+    assert backend.support_error(attention_call(q, q, q)) is None
     wide = torch.randn(1, 1, 4, 520)
-    assert "head dimensions up to 512, got 520" in backend.support_error(
-        call_of(q, q, wide, Spec())
-    )
-    assert "float64" in backend.support_error(call_of(q.double(), q.double(), q.double(), Spec()))
+    assert "head dimensions up to 512, got 520" in backend.support_error(attention_call(q, q, wide))
+    assert "float64" in backend.support_error(attention_call(q.double(), q.double(), q.double()))
 
 
 @pytest.mark.parametrize("queries", [1, 17])
@@ -200,14 +197,14 @@ def test_rows_of_unaligned_width(D, Dv, offset):
 
     q, k, v = sliced(4, 20, D), sliced(2, 30, D), sliced(2, 30, Dv)
     grad_out = torch.randn(2, 4, 20, Dv).half()
-    spec = Spec(is_causal=True)
-    out, lse = backend.forward(call_of(q, k, v, spec))
-    expected, expected_lse = reference.forward(call_of(q, k, v, spec))
+    call = attention_call(q, k, v, is_causal=True)
+    out, lse = backend.forward(call)
+    expected, expected_lse = reference.forward(call)
     assert out.stride() == (20 * 4 * Dv, Dv, 4 * Dv, 1)
     torch.testing.assert_close(out.double(), expected.double(), atol=4e-3, rtol=0)
     torch.testing.assert_close(lse.double(), expected_lse.double(), atol=1e-3, rtol=0)
-    grads = backend.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))
-    wanted = reference.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))
+    grads = backend.backward(call._replace(saved=Saved(grad_out, None, out, lse)))
+    wanted = reference.backward(call._replace(saved=Saved(grad_out, None, out, lse)))
     for x, grad, want in zip((q, k, v), grads, wanted):
         assert grad.stride() == torch.empty_like(x).stride()
         torch.testing.assert_close(grad.double(), want.double(), atol=2e-2, rtol=0)
@@ -215,12 +212,14 @@ def test_rows_of_unaligned_width(D, Dv, offset):
 
 def test_a_row_without_keys_changes_no_rounding_of_the_rows_beside_it():
     """Blocks are attended again with natural scores for low finite fills, and for nothing else."""
-    q, k, v, spec = groups(make_case(Sq=20, Sk=30, mask="float", alibi="heads").fresh())
+    call = make_case(Sq=20, Sk=30, mask="float", alibi="heads").fresh()
     ranges = torch.tensor([3, 30], dtype=torch.int32).repeat(1, 1, 20, 1)
-    spec = spec._replace(alibi_slopes=20.0 * spec.alibi_slopes)  # scores of hundreds round visibly
-    expected = backend.forward(call_of(q, k, v, spec._replace(key_ranges=ranges.clone())))
+    call = call.changed(
+        alibi_slopes=20.0 * call.operands.alibi_slopes
+    )  # scores of hundreds round visibly
+    expected = backend.forward(call.changed(key_ranges=ranges.clone()))
     ranges[:, :, 7] = 0
-    actual = backend.forward(call_of(q, k, v, spec._replace(key_ranges=ranges)))
+    actual = backend.forward(call.changed(key_ranges=ranges))
     rows = [i for i in range(20) if i != 7]
     for x, y in zip(actual, expected):
         assert torch.equal(x[:, :, rows], y[:, :, rows])

@@ -5,10 +5,9 @@ import torch
 
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case
 from fa_ops.testing.caches import CacheCase, assert_cache_close
-from tests.groups import Spec, call_of, groups
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -55,15 +54,15 @@ def test_cache(feature):
 
 def test_a_masked_value_that_is_not_finite_changes_no_other_row():
     """Rows and keys that are recomputed: gradients of keys in two launches."""
-    q, k, v, _ = groups(make_case(dtype=torch.float16, D=512, Dv=264, **SMALL).fresh())
+    q, k, v = make_case(dtype=torch.float16, D=512, Dv=264, **SMALL).fresh()[:3]
     v[:, :, 45] = float("inf")  # the last queries attend it
     q[:, :, 38] = float("nan")
-    spec = Spec(is_causal=True)
-    out, lse = backend.forward(call_of(q, k, v, spec))
+    call = attention_call(q, k, v, is_causal=True)
+    out, lse = backend.forward(call)
     assert bool(out[:, :, :35].isfinite().all()) and bool(out[:, :, 38].isnan().all())
     grad = torch.ones_like(out)
     grad[:, :, 35:] = 0.0
     clean = torch.nan_to_num(out, 0.0, 0.0, 0.0)
-    dq, dk, dv = backend.backward(call_of(q, k, v, spec, saved=Saved(grad, None, clean, lse)))[:3]
+    dq, dk, dv = backend.backward(call._replace(saved=Saved(grad, None, clean, lse)))[:3]
     assert bool(dq[:, :, :35].isfinite().all())
     assert bool(dk[:, :, :45].isnan().any()) and bool(dv[:, :, 49:].isfinite().all())

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fa_ops.call.call import Call
+from fa_ops.ops import dense, varlen
+from fa_ops.ops.schemas import Schema
 from fa_ops.testing import Case, make_case
-from tests.groups import Packing, groups, keywords
 
 EQUAL = {"B": 2, "Hq": 4, "Hkv": 2, "Sq": 5, "Sk": 7, "D": 8, "Dv": 8}
 SMALL = EQUAL | {"Dv": 4}
@@ -25,30 +27,33 @@ CASES = {
 
 def dense_call(case: Case, requires_grad: bool = False) -> tuple[tuple, dict]:
     """(args, keywords) of `fa::attention` and `fa::attention_with_lse`."""
-    q, k, v, spec = groups(case.fresh(requires_grad=requires_grad))
-    return (q, k, v, *spec[:3]), keywords(spec)
+    return arguments(dense.OPERATORS.forward, case.fresh(requires_grad=requires_grad))
 
 
 def packed_call(case: Case, requires_grad: bool = False) -> tuple[tuple, dict]:
     """The same problem for `fa::attention_varlen`: batch elements packed, two tokens left over."""
-    q, k, v, spec = groups(case.fresh())
-    q, k, v = (_tokens(t).requires_grad_(requires_grad) for t in (q, k, v))
-    spec = spec._replace(attn_mask=None, key_ranges=None)
-    if spec.sinks is not None:
-        spec = spec._replace(sinks=spec.sinks.requires_grad_(requires_grad))
-    packing = packing_of(case)
-    return (q, k, v, *packing, *spec[1:3]), keywords(spec)
+    call = case.fresh()
+    q, k, v = (_tokens(t).requires_grad_(requires_grad) for t in call[:3])
+    if call.operands.sinks is not None:
+        call.operands.sinks.requires_grad_(requires_grad)
+    ends = torch.arange(case.B + 1, dtype=torch.int32)
+    call = call.changed(
+        query=q, key=k, value=v, attn_mask=None, key_ranges=None, cu_seqlens_q=ends * case.Sq,
+        cu_seqlens_k=ends * case.Sk, packed=True,
+    )  # fmt: skip
+    return arguments(varlen.OPERATORS.forward, call)
+
+
+def arguments(schema: Schema, call: Call) -> tuple[tuple, dict]:
+    """The arguments of a call's operator."""
+    args, options = schema.arguments(call)
+    return (*call[:3], *args), options
 
 
 def saved_by(operator: OpOverload, args: tuple, options: dict) -> tuple:
     """The arguments of an operator's backward after a call of it, with random gradients."""
     out, lse = operator(*args, **options)
     return (torch.randn_like(out), torch.randn_like(lse), *args[:3], out, lse, *args[3:])
-
-
-def packing_of(case: Case) -> Packing:
-    ends = torch.arange(case.B + 1, dtype=torch.int32)
-    return Packing(ends * case.Sq, ends * case.Sk)
 
 
 def _tokens(x: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import fa_ops
 from fa_ops.ops import kv_cache
 from fa_ops.testing.caches import CacheCase
-from tests.groups import Cache, groups
 
 CASES = {
     "read": CacheCase(S=20),
@@ -42,14 +41,15 @@ def test_opcheck(name):
 
 def by_function(case: CacheCase = CASES["append"], **changes):
     """The typed function on a case, with arguments changed."""
-    q, k, v, cache, spec = groups(case.fresh())
-    call = {
-        "query": q, "key_cache": k, "value_cache": v, "kv_lens": spec.kv_lens,
-        "page_table": cache.page_table, "is_causal": spec.is_causal, "key": cache.key,
-        "value": cache.value, "k_scale": cache.k_scale, "v_scale": cache.v_scale,
-        "rotary_cos": cache.rotary_cos, "rotary_sin": cache.rotary_sin,
+    call = case.fresh()
+    (q, k, v), t = call[:3], call.operands
+    given = {
+        "query": q, "key_cache": k, "value_cache": v, "kv_lens": t.kv_lens,
+        "page_table": t.page_table, "is_causal": call.options.is_causal, "key": t.new_key,
+        "value": t.new_value, "k_scale": t.k_scale, "v_scale": t.v_scale,
+        "rotary_cos": t.rotary_cos, "rotary_sin": t.rotary_sin,
     }  # fmt: skip
-    return fa_ops.attention_with_kv_cache(**(call | changes))
+    return fa_ops.attention_with_kv_cache(**(given | changes))
 
 
 def lens(*numbers, dtype=torch.int32):
@@ -160,21 +160,25 @@ def test_backends_without_caches_say_so():
 
 
 def test_appending_bumps_versions_and_reading_does_not():
-    q, k, v, cache, spec = groups(CASES["append"].fresh())
+    call = CASES["append"].fresh()
+    q, k, v = call[:3]
+    t = call.operands
     before = k._version, v._version
-    fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens)
+    fa_ops.attention_with_kv_cache(q, k, v, t.kv_lens)
     assert (k._version, v._version) == before
-    fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, key=cache.key, value=cache.value)
+    fa_ops.attention_with_kv_cache(q, k, v, t.kv_lens, key=t.new_key, value=t.new_value)
     assert k._version > before[0] and v._version > before[1]
 
 
 def test_inference_tensors_have_no_version():
-    q, k, v, cache, spec = groups(CASES["append"].fresh())
+    call = CASES["append"].fresh()
+    q, k, v = call[:3]
+    t = call.operands
     with torch.inference_mode():
         caches = k.clone(), v.clone()
         out = by_function(key_cache=caches[0], value_cache=caches[1])
     wanted = fa_ops.attention_with_kv_cache(
-        q, k, v, spec.kv_lens, is_causal=True, key=cache.key, value=cache.value
+        q, k, v, t.kv_lens, is_causal=True, key=t.new_key, value=t.new_value
     )
     assert torch.equal(out, wanted)
     for written, usual in zip(caches, (k, v)):
@@ -182,35 +186,41 @@ def test_inference_tensors_have_no_version():
 
 
 def test_an_inference_tensor_beside_it_keeps_no_cache_from_its_new_version():
-    q, k, v, cache, spec = groups(CASES["append"].fresh())
+    call = CASES["append"].fresh()
+    q, k, v = call[:3]
+    t = call.operands
     with torch.inference_mode():
         other = v.clone()
     before = k._version
-    fa_ops.attention_with_kv_cache(q, k, other, spec.kv_lens, key=cache.key, value=cache.value)
+    fa_ops.attention_with_kv_cache(q, k, other, t.kv_lens, key=t.new_key, value=t.new_value)
     assert k._version > before
 
 
 @pytest.mark.parametrize("window", [[3, 0], (3, 0), [None, -1]])
 def test_a_window_may_be_a_list(window):
-    q, k, v, cache, spec = groups(CASES["append"].fresh())
-    out = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, window=window)
-    named = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, window=tuple(window))
+    call = CASES["append"].fresh()
+    q, k, v = call[:3]
+    t = call.operands
+    out = fa_ops.attention_with_kv_cache(q, k, v, t.kv_lens, window=window)
+    named = fa_ops.attention_with_kv_cache(q, k, v, t.kv_lens, window=tuple(window))
     assert torch.equal(out, named)
 
 
 @pytest.mark.parametrize("name", ["append", "append to pages"])
 def test_compiled_append_clones_no_cache(name):
-    q, k, v, cache, spec = groups(CASES[name].fresh())
+    call = CASES[name].fresh()
+    q, k, v = call[:3]
+    t = call.operands
     k, v = k.nan_to_num(0.0), v.nan_to_num(0.0)
     plain = [x.clone() for x in (k, v)]
 
     def step(q, k, v, lens, key, value):
         out = fa_ops.attention_with_kv_cache(
-            q * 2, k, v, lens, cache.page_table, True, key=key * 2, value=value
+            q * 2, k, v, lens, t.page_table, True, key=key * 2, value=value
         )
         return out + 1
 
-    args = (spec.kv_lens, cache.key, cache.value)
+    args = (t.kv_lens, t.new_key, t.new_value)
     expected = step(q, *plain, *args)
     from torch._inductor.utils import run_and_get_code
 
@@ -228,7 +238,9 @@ def test_compiled_append_clones_no_cache(name):
 def test_views_of_a_latent_cache_that_compiled_code_takes(dynamic, page_size):
     """The view is read after the append; torch loses that where it is an input of its own."""
     case = CacheCase(S=20, new=2, Sq=2, Dv=8, is_causal=True, shared=True, page_size=page_size)
-    q, k, _, cache, spec = groups(case.fresh())
+    call = case.fresh()
+    q, k = call[:2]
+    t = call.operands
     k, other = k.nan_to_num(0.0), k.nan_to_num(0.0)
 
     def step(q, k, lens, table, key):
@@ -237,7 +249,7 @@ def test_views_of_a_latent_cache_that_compiled_code_takes(dynamic, page_size):
         )
         return out, k.sum(), k[..., :8].sum()
 
-    args = spec.kv_lens, cache.page_table, cache.key
+    args = t.kv_lens, t.page_table, t.new_key
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     torch.testing.assert_close(compiled(q, k, *args), step(q, other, *args))
     assert torch.equal(k, other)
@@ -267,7 +279,7 @@ def test_lengths_compile_once():
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    q, k, v, _, _ = groups(CASES["read"].fresh())
+    q, k, v = CASES["read"].fresh()[:3]
     step = torch.compile(fa_ops.attention_with_kv_cache, fullgraph=True, backend=counter)
     for first in (1, 5, 9):
         step(q, k, v, lens(first, 3))
@@ -275,12 +287,12 @@ def test_lengths_compile_once():
 
 
 def test_autocast_follows_the_cache():
-    q, k, v, cache, spec = groups(
-        dataclasses.replace(CASES["append"], dtype=torch.bfloat16).fresh()
-    )
+    call = dataclasses.replace(CASES["append"], dtype=torch.bfloat16).fresh()
+    q, k, v = call[:3]
+    t = call.operands
     with torch.autocast("cpu", torch.float16):
         out = fa_ops.attention_with_kv_cache(
-            q.float(), k, v, spec.kv_lens, key=cache.key.float(), value=cache.value.float()
+            q.float(), k, v, t.kv_lens, key=t.new_key.float(), value=t.new_value.float()
         )
     assert out.dtype == torch.bfloat16
 
@@ -288,49 +300,41 @@ def test_autocast_follows_the_cache():
 @pytest.mark.parametrize("name", CASES)
 def test_flops(name):
     case = CASES[name]
-    length = int((groups(case.fresh())[4].kv_lens + case.new).sum())
+    length = int((case.fresh().operands.kv_lens + case.new).sum())
     with FlopCounterMode(display=False) as counter:
         by_function(case)
     assert counter.get_total_flops() == 2 * case.Hq * case.Sq * length * (case.D + case.Dv)
 
 
 def test_zero_sized():
-    q, k, v, cache, spec = groups(CASES["append"].fresh())
+    call = CASES["append"].fresh()
+    q, k, v = call[:3]
+    t = call.operands
     out, lse = fa_ops.attention_with_kv_cache(q, k[:, :, :0], v[:, :, :0], lens(0, 0),
                                               return_lse=True)  # fmt: skip
     assert not out.any() and bool((lse == float("-inf")).all())
-    none = fa_ops.attention_with_kv_cache(q[:, :, :0], k, v, spec.kv_lens)
+    none = fa_ops.attention_with_kv_cache(q[:, :, :0], k, v, t.kv_lens)
     assert none.shape == (2, 4, 0, 16)
     before = k.clone()
-    fa_ops.attention_with_kv_cache(
-        q[:, :, :0], k, v, spec.kv_lens, key=cache.key, value=cache.value
-    )
+    fa_ops.attention_with_kv_cache(q[:, :, :0], k, v, t.kv_lens, key=t.new_key, value=t.new_value)
     assert not torch.equal(before.nan_to_num(0.0), k.nan_to_num(0.0))
-
-
-def test_the_schema_takes_the_caches_fields():
-    names = [a.name for a in kv_cache.APPEND._schema.arguments]
-    assert set(Cache._fields) <= set(names)
-    mutated = [a.name for a in kv_cache.APPEND._schema.arguments if a.alias_info is not None]
-    assert mutated == ["key_cache", "value_cache"]
-    assert all(a.alias_info is None for a in kv_cache.READ._schema.arguments)
 
 
 @pytest.mark.parametrize("name", ["read", "append"])
 def test_vmap(name):
-    samples = [groups(dataclasses.replace(CASES[name], seed=seed).fresh()) for seed in range(3)]
+    samples = [dataclasses.replace(CASES[name], seed=seed).fresh() for seed in range(3)]
     loop = [[t.clone() for t in sample[:3]] for sample in samples]
-    new = [sample[3][1:3] for sample in samples]
+    lens = [sample.operands.kv_lens for sample in samples]
+    new = [(sample.operands.new_key, sample.operands.new_value) for sample in samples]
 
     def step(q, k, v, lens, key, value):
         return fa_ops.attention_with_kv_cache(q, k, v, lens, None, True, key=key, value=value)
 
-    expected = [step(*t, sample[4].kv_lens, *n) for t, sample, n in zip(loop, samples, new)]
+    expected = [step(*given, n, *added) for given, n, added in zip(loop, lens, new)]
     q, k, v = (torch.stack(x) for x in zip(*(sample[:3] for sample in samples)))
-    lens = torch.stack([sample[4].kv_lens for sample in samples])
     key, value = (None, None) if name == "read" else (torch.stack(x) for x in zip(*new))
     dims = (0, 0, 0, 0, *(None if key is None else 0,) * 2)
-    out = torch.func.vmap(step, dims)(q, k, v, lens, key, value)
+    out = torch.func.vmap(step, dims)(q, k, v, torch.stack(lens), key, value)
     torch.testing.assert_close(out, torch.stack(expected))
     for n, (_, k1, v1) in enumerate(loop):
         torch.testing.assert_close(k[n], k1, equal_nan=True)
@@ -338,11 +342,13 @@ def test_vmap(name):
 
 
 def test_vmap_does_not_share_a_cache_that_is_written():
-    q, k, v, cache, spec = groups(CASES["append"].fresh())
+    call = CASES["append"].fresh()
+    q, k, v = call[:3]
+    t = call.operands
 
     def step(q):
-        new = {"key": cache.key, "value": cache.value}
-        return fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, **new)
+        new = {"key": t.new_key, "value": t.new_value}
+        return fa_ops.attention_with_kv_cache(q, k, v, t.kv_lens, **new)
 
     with pytest.raises(ValueError, match="key_cache and value_cache mapped"):
         torch.func.vmap(step)(torch.stack([q, q]))

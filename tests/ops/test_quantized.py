@@ -18,7 +18,7 @@ from fa_ops.testing.quantized import (
     random_quantized_case,
 )
 from tests.dominant_keys import POSITIONS, relative_error
-from tests.quantized_calls import call_of, public_call, run
+from tests.quantized_calls import operator_call, public_call, run
 
 E4M3 = torch.float8_e4m3fn
 SMALL = make_case(B=2, Hq=4, Hkv=2, Sq=5, Sk=70, D=16, Dv=8)
@@ -119,7 +119,7 @@ def test_scales_are_the_smallest_powers_of_two():
 
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name):
-    args, options = call_of(CASES[name])
+    args, options = operator_call(CASES[name])
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if CASES[name].scales is None:  # torch's test of schemas multiplies inputs, which e4m3 cannot
         checks.append("test_schema")
@@ -129,7 +129,7 @@ def test_opcheck(name):
 @pytest.mark.parametrize("name", CASES)
 def test_function_operator_and_compiled_code_agree(name):
     case = CASES[name]
-    args, options = call_of(case)
+    args, options = operator_call(case)
     out, lse = quantized.QUANTIZED_ATTENTION(*args, **options)
     again, lse_again = run(case)
     assert torch.equal(out, again) and torch.equal(lse, lse_again)

@@ -11,10 +11,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
+from fa_ops.call.options import NO_OPERANDS, Options
 from fa_ops.ops import dense, merge, varlen
 from fa_ops.ops.library import SCHEMAS
 from fa_ops.testing.caches import CacheCase
-from tests.groups import Spec
 from tests.ops.cases import CASES, dense_call, packed_call, packed_case, saved_by
 
 
@@ -128,16 +128,10 @@ fa::dropout_seed(Tensor like, SymInt count=1) -> Tensor""",
         )
 
 
-def test_every_dense_operator_takes_a_spec_in_order():
-    for name in ("attention", "attention_with_lse", "attention_backward"):
-        arguments = [a.name for a in getattr(torch.ops.fa, name).default._schema.arguments]
-        first = arguments.index("attn_mask")
-        assert tuple(arguments[first : first + len(Spec._fields)]) == Spec._fields
-
-
-def test_schema_defaults_are_the_specs():
-    arguments = torch.ops.fa.attention.default._schema.arguments[3:]
-    assert {a.name: a.default_value for a in arguments} == Spec()._asdict()
+def test_schema_defaults_are_those_of_calls():
+    defaults = NO_OPERANDS._asdict() | Options()._asdict()
+    for argument in torch.ops.fa.attention.default._schema.arguments[3:]:
+        assert argument.default_value == defaults[argument.name], argument.name
 
 
 def test_every_operator_is_tagged_for_the_compiler():

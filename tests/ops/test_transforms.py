@@ -8,7 +8,6 @@ from torch.func import grad, jacrev, vjp, vmap
 
 import fa_ops
 from fa_ops.ops import dense, merge, varlen
-from tests.groups import groups, keywords
 from tests.ops.cases import CASES, dense_call, packed_call, packed_case
 
 N = 3
@@ -29,11 +28,12 @@ def samples_of(t: torch.Tensor) -> torch.Tensor:
 
 def dense_arguments(name: str) -> dict[str, torch.Tensor]:
     """Every tensor argument of the case, and its other arguments under 'plain'."""
-    q, k, v, spec = groups(CASES[name].fresh())
-    tensors = {"query": q, "key": k, "value": v}
-    tensors |= {n: getattr(spec, n) for n in TENSORS if getattr(spec, n) is not None}
-    plain = {n: x for n, x in spec._asdict().items() if n not in TENSORS}
-    return tensors, plain
+    call = CASES[name].fresh()
+    (mask, dropout_p, is_causal), options = dense.OPERATORS.forward.arguments(call)
+    given = {"query": call.query, "key": call.key, "value": call.value, "attn_mask": mask} | options
+    tensors = {n: t for n, t in given.items() if torch.is_tensor(t)}
+    plain = {n: x for n, x in given.items() if x is not None and n not in tensors}
+    return tensors, plain | {"dropout_p": dropout_p, "is_causal": is_causal}
 
 
 def compare_vmap(function, tensors: dict, mapped: set[str], dims: dict[str, int]):
@@ -192,7 +192,7 @@ def test_vmap_of_vmap():
 
 
 def test_vmap_over_no_samples():
-    q, k, v, _ = groups(CASES["plain"].fresh())
+    q, k, v = CASES["plain"].fresh()[:3]
     lens = torch.full(q.shape[:1], 3, dtype=torch.int32)
     sinks = torch.zeros(q.shape[1])
     packed, ends = torch.randn(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
@@ -234,10 +234,10 @@ def test_grad_is_autograds(name):
     args, options = dense_call(CASES[name], requires_grad=True)
     floats = [t for t in (*args, *options.values()) if getattr(t, "requires_grad", False)]
     expected = torch.autograd.grad(dense.ATTENTION(*args, **options).sin().sum(), floats)
-    q, k, v, spec = groups(CASES[name].fresh())
-    got = grad(
-        lambda q, k, v: dense.ATTENTION(q, k, v, *spec[:3], **keywords(spec)).sin().sum(), (0, 1, 2)
-    )(q, k, v)
+    (q, k, v, *rest), options = dense_call(CASES[name])
+    got = grad(lambda q, k, v: dense.ATTENTION(q, k, v, *rest, **options).sin().sum(), (0, 1, 2))(
+        q, k, v
+    )
     assert_same(got, expected[:3])
 
 

@@ -16,9 +16,9 @@ import torch
 
 import fa_ops
 from fa_ops.call import backend_option
+from fa_ops.call.call import attention_call
 from fa_ops.call.options import rows_are_aligned
 from fa_ops.plans import dispatch, planning
-from tests.groups import Cache, Packing, Spec, call_of
 
 ENDS = torch.zeros(1, dtype=torch.int32)
 
@@ -27,9 +27,9 @@ def qkv(**options):
     return [torch.randn(1, 2, 4, 8, **options) for _ in range(3)]
 
 
-def chosen(q, k, v, spec=Spec(), packing=None, cache=None):  # noqa: B008  a tuple
+def chosen(q, k, v, **arguments):
     """The backend of a call."""
-    return dispatch.choose(planning.normalised(call_of(q, k, v, spec, packing, cache)))
+    return dispatch.choose(planning.normalised(attention_call(q, k, v, **arguments)))
 
 
 def test_auto_takes_the_cpu_backend_for_cpu_tensors():
@@ -94,8 +94,8 @@ def test_a_backend_may_refuse_by_how_many_keys_there_are(monkeypatch):
     tokens = torch.zeros(1, 2, 8).expand(2**29 + 1, -1, -1)
     for short, long, select in (
         (k, far, lambda k: chosen(q, k, k)),
-        (k[0], tokens, lambda k: chosen(q[0], k, k, packing=Packing(ENDS, ENDS))),
-        (k, far, lambda k: chosen(q, k, k, cache=Cache())),
+        (k[0], tokens, lambda k: chosen(q[0], k, k, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS)),
+        (k, far, lambda k: chosen(q, k, k, over_cache=True)),
     ):
         assert select(short) is dispatch.load("cpu")
         with pytest.raises(NotImplementedError, match="too long"):
@@ -110,7 +110,7 @@ def test_use_backend_can_be_nested(monkeypatch):
             assert chosen(*qkv()) is dispatch.load("cpu")
             raise RuntimeError
         assert backend_option.chosen() == "reference"
-        assert chosen(*qkv(), Spec(backend="cpu")) is dispatch.load("cpu")
+        assert chosen(*qkv(), backend="cpu") is dispatch.load("cpu")
     assert backend_option.chosen() is None
 
 

@@ -19,9 +19,8 @@ torch.cuda.get_device_capability = lambda *_: capability
 fake_tensor.init_gpu_context = lambda *_: None  # a CUDA build of torch would initialise the GPU
 {before}
 import fa_ops
-from fa_ops.call.call import DENSE, Call, Saved
+from fa_ops.call.call import DENSE, Call, Saved, attention_call
 from fa_ops.plans import dispatch, planning
-from tests.groups import Spec, call_of
 
 def one(dtype):
     return torch.empty(1, 2, 64, 64, dtype=dtype, device="{device}")
@@ -30,13 +29,13 @@ chosen = []
 with warnings.catch_warnings(record=True) as caught, FakeTensorMode():
     warnings.simplefilter("always")
     for dtype in (torch.bfloat16, torch.float32):
-        for spec in (Spec(), Spec(is_causal=True)):
+        for causal in (False, True):
             for backward in (False, True):
                 try:
                     q = one(dtype)
                     saved = Saved(q, None, q, q.new_empty(q.shape[:3])) if backward else None
-                    call = planning.normalised(call_of(q, q, q, spec, saved=saved))
-                    chosen.append(dispatch.choose(call).__name__)
+                    call = attention_call(q, q, q, is_causal=causal, saved=saved)
+                    chosen.append(dispatch.choose(planning.normalised(call)).__name__)
                 except NotImplementedError as error:
                     chosen.append(str(error))
 print(json.dumps([[name.removeprefix("fa_ops.backends.") for name in dict.fromkeys(chosen)],

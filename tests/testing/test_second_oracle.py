@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from fa_ops.backends import reference
+from fa_ops.call.call import Call, attention_call
 from fa_ops.testing import CacheCase, PackedCase, random_calls
-from tests.groups import Packing, Spec, call_of, groups
 from tests.testing import second_oracle
 
 DRAWS = int(os.environ.get("FA_OPS_ORACLE_DRAWS", "150"))
@@ -59,22 +59,23 @@ def _without_poison(case):
 
 def solve(case, second: bool) -> dict[str, torch.Tensor]:
     """Results and gradients by name, by the second oracle or by the reference."""
-    q, k, v, spec = groups(case.fresh(requires_grad=True))
-    features = getattr(case, "features", case)
-    inputs = {"q": q, "k": k, "v": v, "attn_mask": spec.attn_mask, "sinks": spec.sinks}
+    call = case.fresh(requires_grad=True)
+    features, t = getattr(case, "features", case), call.operands
+    inputs = dict(zip("qkv", call[:3]), attn_mask=t.attn_mask, sinks=t.sinks)
     if isinstance(case, PackedCase):
-        packing = Packing(*case.meaning())
-        lengths = zip(packing.cu_seqlens_q.diff().tolist(), packing.cu_seqlens_k.diff().tolist())
+        ends_q, ends_k = case.meaning()
+        call = call.changed(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+        lengths = zip(ends_q.diff().tolist(), ends_k.diff().tolist())
         if second:
-            dropped = [_dropped((1, features.Hq, *n), spec, b) for b, n in enumerate(lengths)]
-            out, lse = second_oracle.packed(q, k, v, packing, spec, dropped)
+            dropped = [_dropped((1, features.Hq, *n), call, b) for b, n in enumerate(lengths)]
+            out, lse = second_oracle.packed(call, dropped)
         else:
-            out, lse = reference.varlen(call_of(q, k, v, spec, packing))
+            out, lse = reference.varlen(call)
     elif second:
-        dropped = _dropped((case.B, case.Hq, case.Sq, case.Sk), spec, 0)
-        out, lse = second_oracle.dense(q, k, v, spec, dropped)
+        dropped = _dropped((case.B, case.Hq, case.Sq, case.Sk), call, 0)
+        out, lse = second_oracle.dense(call, dropped)
     else:
-        out, lse = reference.dense(call_of(q, k, v, spec))
+        out, lse = reference.dense(call)
     wanted = {name: x for name, x in inputs.items() if x is not None and x.requires_grad}
     grad_out, grad_lse = case.grad_outputs(out, lse)
     pairs = [(out, grad_out), (lse.masked_fill(lse == -math.inf, 0.0), grad_lse)]
@@ -86,22 +87,20 @@ def solve(case, second: bool) -> dict[str, torch.Tensor]:
     return {name: x.detach() for name, x in results.items()}
 
 
-def _dropped(shape: tuple, spec, first_batch: int):
+def _dropped(shape: tuple, call: Call, first_batch: int):
     """The factors that dropout applies; docs/semantics.md does not specify which are zero."""
-    if not spec.dropout_p:
+    if not call.options.dropout_p:
         return None
     *rows, Sk = shape
-    call = call_of(torch.empty(*rows, 1), torch.empty(1, 1, Sk, 1), None, spec)
-    return reference.dropout_factor(call, first_batch)
+    dense = call._replace(query=torch.empty(*rows, 1), key=torch.empty(1, 1, Sk, 1))
+    return reference.dropout_factor(dense, first_batch)
 
 
 def solve_cached(case: CacheCase, second: bool) -> dict[str, torch.Tensor]:
-    q, k, v, cache, spec = groups(case.fresh())
-    if second:
-        out, lse = second_oracle.cached(q, k, v, cache, spec)
-    else:
-        out, lse = reference.cached(call_of(q, k, v, spec, cache=cache))
-    return {"out": out, "lse": lse, "key_cache": k.double(), "value_cache": v.double()}
+    call = case.fresh()
+    out, lse = (second_oracle if second else reference).cached(call)
+    caches = {"key_cache": call.key.double(), "value_cache": call.value.double()}
+    return {"out": out, "lse": lse} | caches
 
 
 @pytest.mark.timeout(0)
@@ -131,9 +130,8 @@ def test_the_two_oracles_agree(part):
 def test_nan_and_inf_affect_only_rows_that_attend_them(number, options):
     q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
     v[0, 1, 6, 2] = float(number)
-    spec = Spec(**options)
-    call = call_of(q, k, v, spec)
-    for out, _ in (reference.dense(call), second_oracle.dense(q, k, v, spec)):
+    call = attention_call(q, k, v, **options)
+    for out, _ in (reference.dense(call), second_oracle.dense(call)):
         out = out.isfinite().all(-1)
         attended = reference.keep_mask(call)[0, 0, :, 6]
         assert torch.equal(out[0, 1], ~attended) and out[0, 0].all()

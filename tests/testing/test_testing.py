@@ -22,7 +22,6 @@ from fa_ops.testing import (
     random_case,
 )
 from fa_ops.testing.budget import flash
-from tests.groups import Packing, call_of, groups
 
 NAMES = {"Case": Case, "PackedCase": PackedCase, "torch": torch}
 
@@ -38,12 +37,8 @@ def test_repr_recreates_the_case(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_fresh_gives_equal_values_every_time_and_in_every_dtype(seed):
     case = random_case(seed, dtype=torch.float16)
-    first, second, wide = (
-        groups(case.fresh()),
-        groups(case.fresh()),
-        groups(case.fresh(torch.float64)),
-    )
-    flat = [[*x[:3], *(t for t in x[3] if torch.is_tensor(t))] for x in (first, second, wide)]
+    first, second, wide = case.fresh(), case.fresh(), case.fresh(torch.float64)
+    flat = [[t for t in (*x[:3], *x.operands) if t is not None] for x in (first, second, wide)]
     for a, b, c in zip(*flat):
         assert a is not b and torch.equal(a, b)
         assert torch.equal(a.double(), c.double())
@@ -53,7 +48,7 @@ def test_fresh_gives_equal_values_every_time_and_in_every_dtype(seed):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed", "expanded"])
 def test_layouts(layout):
-    q, k, v, _ = groups(make_case(layout=layout).fresh())
+    q, k, v = make_case(layout=layout).fresh()[:3]
     for x in (q, k, v):
         assert x.stride(3) == 1
         assert x.is_contiguous() == (layout == "bhsd")
@@ -66,28 +61,30 @@ def test_every_feature_has_its_input():
         mask="float", mask_shape=(1, 0, 1, 1), mask_holes=True, mask_grad=True, alibi="batch_heads",
         sinks=True, kv_lens=True, key_ranges=(0, 0, 1), dropout_p=0.5, magnitude=0.0,
     )  # fmt: skip
-    q, _, _, spec = groups(case.fresh(requires_grad=True))
-    assert (q == 0).all()
-    assert spec.attn_mask.shape == (2, 1, 33, 47) and spec.attn_mask.requires_grad
-    assert (spec.attn_mask == -math.inf).all(-1).any()
-    assert spec.alibi_slopes.shape == (2, 4) and spec.sinks.requires_grad
-    assert spec.kv_lens.dtype == spec.key_ranges.dtype == torch.int32
-    assert spec.key_ranges.shape == (1, 1, 33, 2)
-    assert (spec.key_ranges[..., 0] <= spec.key_ranges[..., 1]).all()
-    holes = groups(make_case(mask="bool", mask_holes=True).fresh())[3].attn_mask
+    call = case.fresh(requires_grad=True)
+    t = call.operands
+    assert (call.query == 0).all()
+    assert t.attn_mask.shape == (2, 1, 33, 47) and t.attn_mask.requires_grad
+    assert (t.attn_mask == -math.inf).all(-1).any()
+    assert t.alibi_slopes.shape == (2, 4) and t.sinks.requires_grad
+    assert t.kv_lens.dtype == t.key_ranges.dtype == torch.int32
+    assert t.key_ranges.shape == (1, 1, 33, 2)
+    assert (t.key_ranges[..., 0] <= t.key_ranges[..., 1]).all()
+    holes = make_case(mask="bool", mask_holes=True).fresh().operands.attn_mask
     assert (~holes).all(-1).any() and not (~holes).all()
 
 
 def test_packed_case():
     features = make_case(kv_lens=True, alibi="batch_heads", seed=5)
     case = PackedCase((3, 0, 4), (2, 6, 0), margin=2, features=features)
-    q, k, v, spec = groups(case.fresh(requires_grad=True))
+    call = case.fresh(requires_grad=True)
+    q, k, v = call[:3]
+    t = call.operands
     assert (len(q), len(k), len(v)) == (11, 12, 12)
     assert q.is_leaf and q.requires_grad
-    assert Packing(*case.packing()).cu_seqlens_q.tolist() == [2, 5, 5, 9]
-    assert Packing(*case.packing()).cu_seqlens_k.tolist() == [2, 4, 10, 10]
-    assert (spec.kv_lens <= torch.tensor(case.lengths_k)).all()
-    assert spec.alibi_slopes.shape == (3, 4)
+    assert [ends.tolist() for ends in case.packing()] == [[2, 5, 5, 9], [2, 4, 10, 10]]
+    assert (t.kv_lens <= torch.tensor(case.lengths_k)).all()
+    assert t.alibi_slopes.shape == (3, 4)
 
 
 def test_random_cases_vary_every_field():
@@ -128,8 +125,9 @@ def test_the_flash_baseline_without_rounding_equals_the_oracle(seed):
     case = random_case(seed, dtype=torch.float64)
     solutions = []
     for attend in (reference.dense, functools.partial(flash, dtype=torch.float64)):
-        q, k, v, spec = groups(case.fresh(requires_grad=True))
-        out, lse = attend(call_of(q, k, v, spec))
+        call = case.fresh(requires_grad=True)
+        q, k, v = call[:3]
+        out, lse = attend(call)
         seeds = case.grad_outputs(out, lse)
         outputs = [out, lse.masked_fill(lse == -math.inf, 0.0)]
         grads = torch.autograd.grad(outputs, (q, k, v), seeds, materialize_grads=True)
@@ -226,9 +224,9 @@ def test_the_noise_of_few_gradients_of_values_is_that_of_rounded_weights():
     call = case.fresh(requires_grad=True)
     solution = budget._Solution("oracle", case, budget._copies(call, torch.float64))
     grad_out = case.grad_outputs(*solution.results.values())[0].double()
-    q, k, v, spec = groups(case.fresh(torch.float64))
-    weights, _ = reference.weights(q @ k.transpose(-1, -2) * 8**-0.5, None)
-    weights = weights * reference.dropout_factor(call_of(q, k, v, spec))
+    exact = case.fresh(torch.float64)
+    weights, _ = reference.weights(exact.query @ exact.key.transpose(-1, -2) * 8**-0.5, None)
+    weights = weights * reference.dropout_factor(exact)
     g = torch.Generator().manual_seed(0)
     errors = torch.rand(2000, *weights.shape, generator=g, dtype=torch.float64) - 0.5
     errors = errors * weights * torch.finfo(torch.float16).eps

@@ -14,7 +14,6 @@ from fa_ops.call.call import Plan
 from fa_ops.testing import Arena, CacheCase, PackedCase, assert_right, make_case
 from fa_ops.testing import caches as broken_caches
 from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS, rearranged
-from tests.groups import Packing, groups
 
 CASE = make_case(is_causal=True)
 
@@ -32,14 +31,15 @@ def test_placed_tensors_keep_values_and_strides(shape, dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_placed_tensors_keep_overlapping_strides(layout):
-    q = groups(make_case(layout=layout).fresh())[0]
+    q = make_case(layout=layout).fresh().query
     placed = Arena().placed(q)
     assert torch.equal(q, placed) and q.stride() == placed.stride()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_without_tokens(layout):
-    q, k, _, _ = groups(make_case(layout=layout, Sq=0).fresh())
+    call = make_case(layout=layout, Sq=0).fresh()
+    q, k = call[:2]
     assert q.shape == (2, 4, 0, 16) and k.shape == (2, 2, 47, 16)
 
 
@@ -209,10 +209,9 @@ def test_invalid_lengths_must_be_refused_on_the_cpu(case, monkeypatch):
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
 def test_meaning_is_a_valid_packing(case):
-    packing = Packing(*case.meaning())
-    for x, tokens in zip(packing[:2], (35, 37)):
+    for x, tokens in zip(case.meaning(), (35, 37)):
         assert (x.diff() >= 0).all() and x[0] >= 0 and x[-1] <= tokens
-    fa_ops.attention_varlen(*groups(case.fresh())[:3], *packing[:2])
+    fa_ops.attention_varlen(*case.fresh()[:3], *case.meaning())
 
 
 @pytest.mark.parametrize("mask", [None, "float"])

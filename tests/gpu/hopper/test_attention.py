@@ -11,7 +11,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends import dropout, hopper
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import Arena, Case, PackedCase, assert_right, random_case
 from tests.gpu import hopper_calls
 from tests.gpu.cases import (
@@ -25,7 +25,6 @@ from tests.gpu.cases import (
     masked_case,
     random_masked_case,
 )
-from tests.groups import Packing, Spec, call_of
 
 NO_MASK = {"mask": None, "mask_shape": None, "mask_grad": False}
 FOR_PACKED = {"mask": None, "mask_grad": False, "key_ranges": None}
@@ -82,7 +81,7 @@ def test_nan_beyond_kv_lens_does_not_affect_the_result():
 def test_refusals_name_an_alternative():
     q = torch.randn(1, 2, 64, 128, device="cuda", dtype=torch.bfloat16)
     odd = q[..., :100].contiguous()
-    assert "triton" in hopper.support_error(call_of(odd, odd, odd, Spec()))
+    assert "triton" in hopper.support_error(attention_call(odd, odd, odd))
     with pytest.raises(NotImplementedError, match="float32"):
         fa_ops.attention(q.float(), q.float(), q.float(), backend="hopper")
 
@@ -101,11 +100,11 @@ def test_cuda_graphs_replay_with_new_inputs():
 
 def test_a_new_thread_can_make_a_call():
     q = torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16)
-    expected, results = hopper_calls.forward(call_of(q, q, q, Spec())), []
+    expected, results = hopper_calls.forward(attention_call(q, q, q)), []
 
     def run():
         # uses memory cached by the allocator, so that only the call itself initialises CUDA here
-        results.append(hopper_calls.forward(call_of(q, q, q, Spec())))
+        results.append(hopper_calls.forward(attention_call(q, q, q)))
 
     for _ in range(3):
         thread = threading.Thread(target=run)
@@ -122,10 +121,10 @@ def test_a_new_thread_can_make_the_first_call_of_a_shape():
     results = []
 
     def run(x):
-        out, lse = hopper_calls.forward(call_of(x, x, x, Spec()))
+        out, lse = hopper_calls.forward(attention_call(x, x, x))
         results.append(
             hopper_calls.backward(
-                call_of(x, x, x, Spec(), saved=Saved(torch.ones_like(out), None, out, lse))
+                attention_call(x, x, x, saved=Saved(torch.ones_like(out), None, out, lse))
             )
         )
 
@@ -140,15 +139,15 @@ def test_a_new_thread_can_make_the_first_call_of_a_shape():
 def test_more_heads_than_the_limit_of_a_grid_dimension():
     q, k, v = (torch.randn(8192, 9, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     ranges = torch.tensor([[0, 2], [0, 3], [1, 3]], device="cuda", dtype=torch.int32)[None, None]
-    for spec in (Spec(), Spec(key_ranges=ranges)):
-        out, lse = hopper_calls.forward(call_of(q, k, v, spec))
+    for key_ranges in (None, ranges):
+        call = attention_call(q, k, v, key_ranges=key_ranges)
+        out, lse = hopper_calls.forward(call)
         grad = torch.randn_like(out)
-        whole = hopper_calls.backward(call_of(q, k, v, spec, saved=Saved(grad, None, out, lse)))
+        whole = hopper_calls.backward(call._replace(saved=Saved(grad, None, out, lse)))
         last = slice(-2, None)
-        out, lse = hopper_calls.forward(call_of(q[last], k[last], v[last], spec))
-        part = hopper_calls.backward(
-            call_of(q[last], k[last], v[last], spec, saved=Saved(grad[last], None, out, lse))
-        )
+        call = call._replace(query=q[last], key=k[last], value=v[last])
+        out, lse = hopper_calls.forward(call)
+        part = hopper_calls.backward(call._replace(saved=Saved(grad[last], None, out, lse)))
         for x, y in zip(whole[:3], part[:3]):
             torch.testing.assert_close(x[last], y, rtol=0.02, atol=0.02)
 
@@ -377,13 +376,12 @@ def test_every_kernel_drops_the_weights_of_keep_mask(D, p):
     zeros = [torch.zeros(B, H, S, D, device="cuda", dtype=torch.bfloat16) for S in (Sq, Sk, Sk)]
     ones = torch.ones(B, H, Sq, D, device="cuda", dtype=torch.bfloat16)
     for deterministic in (False, True):
-        spec = Spec(dropout_p=p, dropout_seed=seed, deterministic=deterministic)
+        options = {"dropout_p": p, "dropout_seed": seed, "deterministic": deterministic}
 
-        def grads(q, k, v, grad_out, spec=spec):
-            out, lse = hopper_calls.forward(call_of(q, k, v, spec))
-            return out, hopper_calls.backward(
-                call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse))
-            )
+        def grads(q, k, v, grad_out, options=options):
+            call = attention_call(q, k, v, **options)
+            out, lse = hopper_calls.forward(call)
+            return out, hopper_calls.backward(call._replace(saved=Saved(grad_out, None, out, lse)))
 
         zero_q, zero_k, zero_v = zeros
         for first in range(0, Sk, D):
@@ -405,15 +403,16 @@ def test_every_kernel_drops_the_weights_of_keep_mask(D, p):
 def test_packed_dropout_drops_the_weights_of_keep_mask():
     H, D, p, lengths = 3, 64, 0.4, [70, 0, 200, 64, 1]
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    packing, seed = Packing(ends, ends), torch.tensor([99], device="cuda")
+    seed = torch.tensor([99], device="cuda")
     T = sum(lengths)
     zeros = torch.zeros(T, H, D, device="cuda", dtype=torch.bfloat16)
-    spec, slices = Spec(dropout_p=p, dropout_seed=seed), []
+    call = attention_call(
+        zeros, zeros, zeros, dropout_p=p, dropout_seed=seed, cu_seqlens_q=ends, cu_seqlens_k=ends
+    )
+    slices = []
     for first in range(0, T, D):
         values = one_hot(1, H, T, D, first)[0].transpose(0, 1)
-        slices.append(
-            hopper_calls.varlen_forward(call_of(zeros, zeros, values, spec, packing=packing))[0] > 0
-        )
+        slices.append(hopper_calls.varlen_forward(call._replace(value=values))[0] > 0)
     actual = torch.cat(slices, -1)  # (T, H, tokens)
     for b, (start, n) in enumerate(zip(ends.tolist(), lengths)):
         heads, tokens = torch.arange(H, device="cuda") + b * H, torch.arange(n, device="cuda")
@@ -465,17 +464,18 @@ def test_deterministic_dropout_is_bitwise_equal(D):
 def test_cuda_graphs_replay_dropout_with_another_seed():
     q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     seed = torch.tensor([1], device="cuda")
-    spec = Spec(dropout_p=0.5, dropout_seed=seed)
-    hopper_calls.forward(call_of(q, k, v, spec))
+    call = attention_call(q, k, v, dropout_p=0.5, dropout_seed=seed)
+    hopper_calls.forward(call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = hopper_calls.forward(call_of(q, k, v, spec))
+        out, _ = hopper_calls.forward(call)
     seed.fill_(2)
     graph.replay()
-    expected = spec._replace(dropout_seed=torch.tensor([2], device="cuda"))
-    assert torch.equal(out, hopper_calls.forward(call_of(q, k, v, expected))[0])
+    second = call.changed(dropout_seed=torch.tensor([2], device="cuda"))
+    assert torch.equal(out, hopper_calls.forward(second)[0])
     assert not torch.equal(
-        out, hopper_calls.forward(call_of(q, k, v, spec._replace(dropout_seed=seed - 1)))[0]
+        out,
+        hopper_calls.forward(call.changed(dropout_seed=seed - 1))[0],
     )
 
 

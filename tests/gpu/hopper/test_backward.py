@@ -8,13 +8,10 @@ import torch
 
 from fa_ops.backends import reference
 from fa_ops.backends.hopper import backward
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import Arena, Case, PackedCase, assert_right, random_case
 from tests.gpu import hopper_calls
 from tests.gpu.cases import check, few_processors, lengthened, pairs_of_ctas
-from tests.groups import Packing, Spec, call_of, groups
-
-# Gradients on Hopper: NaN and Inf affect only tokens that attend them; extreme options.
 
 B, HQ, HKV, SQ, SK = 2, 4, 2, 200, 330
 LOW = -math.inf
@@ -57,22 +54,23 @@ def draw(H, S, D, batch=B):
     return torch.randn(batch, S, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
 
-def attended(spec, Sq=SQ, Sk=SK, batch=B):
+def attended(call, Sq=SQ, Sk=SK, batch=B):
     """bool (B, Hq, Sq, Sk)."""
     i, j = (torch.arange(n, device="cuda") for n in (Sq, Sk))
-    keys = torch.full((batch,), Sk, device="cuda") if spec.kv_lens is None else spec.kv_lens
+    t, o = call.operands, call.options
+    keys = torch.full((batch,), Sk, device="cuda") if t.kv_lens is None else t.kv_lens
     keys = keys.view(-1, 1, 1, 1)
     diagonal = i[:, None] + keys - Sq
     kept = (j < keys).expand(batch, HQ, Sq, Sk)
-    if spec.is_causal:
+    if o.is_causal:
         kept = kept & (j <= diagonal)
-    if spec.window_left >= 0:
-        kept = kept & (j >= diagonal - spec.window_left) & (j <= diagonal + spec.window_right)
-    if spec.key_ranges is not None:
-        first, end = spec.key_ranges[..., :1], spec.key_ranges[..., 1:]
+    if o.window_left >= 0:
+        kept = kept & (j >= diagonal - o.window_left) & (j <= diagonal + o.window_right)
+    if t.key_ranges is not None:
+        first, end = t.key_ranges[..., :1], t.key_ranges[..., 1:]
         kept = kept & (j >= first) & (j < end)
-    if spec.attn_mask is not None:
-        mask = spec.attn_mask
+    if t.attn_mask is not None:
+        mask = t.attn_mask
         kept = kept & (mask if mask.dtype == torch.bool else mask != LOW)
     return kept
 
@@ -98,18 +96,18 @@ def assert_isolated(grads, clean, queries, keys):
     assert grads.key[keys].isnan().any(-1).all()
 
 
-def gradients_by(q, k, v, grad_out, spec, grad_lse=None, poison=None, kept=None):
+def gradients_by(q, k, v, grad_out, options, grad_lse=None, poison=None, kept=None):
     """Gradients, given an out and an lse that contain NaN in affected rows only."""
     clean = [x.nan_to_num(0, 0, 0).double() for x in (q, k, v)]
-    out, lse = reference.forward(call_of(*clean, spec))
+    out, lse = reference.forward(attention_call(*clean, **options))
+    lse = lse.float().contiguous()
     if poison in ("key", "value", "query"):
         out[kept] = math.nan
     if poison in ("key", "query"):
         lse[kept] = math.nan
     out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    return hopper_calls.backward(
-        call_of(q, k, v, spec, saved=Saved(grad_out, grad_lse, out, lse.float().contiguous()))
-    )
+    saved = Saved(grad_out, grad_lse, out, lse)
+    return hopper_calls.backward(attention_call(q, k, v, saved=saved, **options))
 
 
 @pytest.mark.parametrize("processors", [None, 1])  # groups of query heads are divided, or not
@@ -118,18 +116,19 @@ def gradients_by(q, k, v, grad_out, spec, grad_lse=None, poison=None, kept=None)
 @pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
 def test_dense(D, Dv, deterministic, feature, operand, processors):
     torch.manual_seed(D)
-    spec = Spec(deterministic=deterministic, **FEATURES[feature]())
+    options = {"deterministic": deterministic, **FEATURES[feature]()}
     operands = {
         "query": draw(HQ, SQ, D), "key": draw(HKV, SK, D), "value": draw(HKV, SK, Dv),
         "grad_out": draw(HQ, SQ, Dv), "grad_lse": torch.randn(B, HQ, SQ, device="cuda"),
     }  # fmt: skip
     # adding -inf to a NaN score gives NaN
     is_added = feature == "float mask" and operand in ("query", "key")
-    kept = attended(spec._replace(attn_mask=None) if is_added else spec)
+    call = attention_call(*(operands[name] for name in ("query", "key", "value")), **options)
+    kept = attended(call.changed(attn_mask=None) if is_added else call)
 
     def solve(poison=None, rows=None):
         q, k, v, grad_out, grad_lse = operands.values()
-        return gradients_by(q, k, v, grad_out, spec, grad_lse, poison, rows)
+        return gradients_by(q, k, v, grad_out, options, grad_lse, poison, rows)
 
     with few_processors(processors) if processors else torch.no_grad():
         clean = solve()
@@ -152,15 +151,13 @@ def test_dense(D, Dv, deterministic, feature, operand, processors):
 def test_nan_in_keys_beyond_kv_lens_has_no_effect(D, Dv, deterministic):
     q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
     for lens in ([SK, 77], [0, 129], [64, 128]):
-        spec = Spec(
-            deterministic=deterministic,
-            kv_lens=torch.tensor(lens, device="cuda", dtype=torch.int32),
-        )
-        clean = gradients_by(q, k, v, grad_out, spec)
+        kv_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
+        options = {"deterministic": deterministic, "kv_lens": kv_lens}
+        clean = gradients_by(q, k, v, grad_out, options)
         dirty_k, dirty_v = k.clone(), v.clone()
         for b, n in enumerate(lens):
             dirty_k[b, :, n:], dirty_v[b, :, n:] = math.nan, math.inf
-        grads = gradients_by(q, dirty_k, dirty_v, grad_out, spec)
+        grads = gradients_by(q, dirty_k, dirty_v, grad_out, options)
         for x, y in zip(grads[:3], clean):
             assert (x - y).abs().max() <= 0.02 * y.abs().max()
         for b, n in enumerate(lens):
@@ -170,12 +167,13 @@ def test_nan_in_keys_beyond_kv_lens_has_no_effect(D, Dv, deterministic):
 @pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
 def test_rows_without_keys_have_zero_gradients(D, Dv, deterministic):
     q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, 100, D), draw(HKV, 100, Dv), draw(HQ, SQ, Dv)
-    spec = Spec(deterministic=deterministic, is_causal=True)  # the first 100 queries have no keys
+    # the first 100 queries have no keys
+    options = {"deterministic": deterministic, "is_causal": True}
     grad_lse = torch.randn(B, HQ, SQ, device="cuda")
-    clean = gradients_by(q, k, v, grad_out, spec, grad_lse)
+    clean = gradients_by(q, k, v, grad_out, options, grad_lse)
     for x in (q, grad_out, grad_lse):
         x[:, :, :100] = math.nan
-    grads = gradients_by(q, k, v, grad_out, spec, grad_lse)
+    grads = gradients_by(q, k, v, grad_out, options, grad_lse)
     assert (grads.query[:, :, :100] == 0).all()
     for x, y in zip(grads[:3], clean):
         assert (x - y).abs().max() <= 0.02 * y.abs().max()
@@ -192,17 +190,17 @@ def test_sequences(D, deterministic, operand, feature):
         torch.randn(T, H, D, device="cuda", dtype=torch.bfloat16) for H in (HQ, HKV, HKV, HQ)
     ]
     slopes = torch.rand(len(lengths), HQ, device="cuda") * 0.1 if feature == "ALiBi" else None
-    spec = Spec(is_causal=feature != "full", deterministic=deterministic, alibi_slopes=slopes)
-    packing = Packing(ends, ends)
-    q, k, v, _ = (x.double() for x in tensors)
-    out, lse = reference.varlen_forward(call_of(q, k, v, spec, packing=packing))
+    call = attention_call(
+        *tensors[:3], is_causal=feature != "full", deterministic=deterministic,
+        alibi_slopes=slopes, cu_seqlens_q=ends, cu_seqlens_k=ends,
+    )  # fmt: skip
+    q, k, v = (x.double() for x in call[:3])
+    out, lse = reference.varlen_forward(call._replace(query=q, key=k, value=v))
     out, lse = out.bfloat16().contiguous(), lse.float().contiguous()
 
     def solve():
-        q, k, v, grad_out = tensors
-        return hopper_calls.varlen_backward(
-            call_of(q, k, v, spec, packing=packing, saved=Saved(grad_out, None, out, lse))
-        )
+        saved = Saved(tensors[3], None, out, lse)
+        return hopper_calls.varlen_backward(call._replace(saved=saved))
 
     clean = solve()
     for token in (bad.start + 60, 2, T - 2):
@@ -218,13 +216,13 @@ def test_sequences(D, deterministic, operand, feature):
 def test_nan_in_all_rows_is_not_much_slower():
     """The search for the source of NaN stops early for rows that must be NaN."""
     q = torch.randn(1, 8, 8192, 128, device="cuda", dtype=torch.bfloat16)
-    spec, times = Spec(is_causal=True), []
+    call, times = attention_call(q, q, q, is_causal=True), []
     for value in (0.0, math.nan):
         out, lse = q + value, torch.zeros(1, 8, 8192, device="cuda") + value
         for _ in range(2):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            grads = hopper_calls.backward(call_of(q, q, q, spec, saved=Saved(out, None, out, lse)))
+            grads = hopper_calls.backward(call._replace(saved=Saved(out, None, out, lse)))
             end.record()
             torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
@@ -243,8 +241,8 @@ def test_huge_scores(D, Dv, deterministic, dtype):
         for a, b in pairs:
             a, b = a.clamp(-limit, limit), b.clamp(-limit, limit)
             for is_causal in (False, True):
-                spec = Spec(is_causal=is_causal, deterministic=deterministic)
-                grads = gradients_by(a, b, v, grad_out, spec)
+                options = {"is_causal": is_causal, "deterministic": deterministic}
+                grads = gradients_by(a, b, v, grad_out, options)
                 assert grads.value.isfinite().all()
                 if dtype == torch.bfloat16:  # the others may overflow in float16
                     assert grads.query.isfinite().all() and grads.key.isfinite().all()
@@ -254,12 +252,12 @@ def test_huge_scores(D, Dv, deterministic, dtype):
 @pytest.mark.parametrize("softcap", [1e-40, 1e-3, 5.0, 300.0, 1e4, 1e6, 1e9, 1e300])
 def test_softcaps(D, Dv, deterministic, softcap):
     q, k, v, grad_out = draw(HQ, SQ, D) * 3, draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
-    spec = Spec(is_causal=True, softcap=softcap, deterministic=deterministic)
-    grads = gradients_by(q, k, v, grad_out, spec)
+    options = {"is_causal": True, "softcap": softcap, "deterministic": deterministic}
+    grads = gradients_by(q, k, v, grad_out, options)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     # the oracle cannot differentiate softcaps of 1e-40 or 1e300 in float64
-    exact = spec._replace(softcap=min(max(softcap, 1e-12), 1e12))
-    out, _ = reference.forward(call_of(*leaves, exact))
+    exact = options | {"softcap": min(max(softcap, 1e-12), 1e12)}
+    out, _ = reference.forward(attention_call(*leaves, **exact))
     expected = torch.autograd.grad(out, leaves, grad_out.double())
     for x, y in zip(grads, expected):
         assert (x.double() - y).abs().max() <= 0.02 * y.abs().max() + 1e-6
@@ -270,12 +268,12 @@ def test_windows_wider_than_the_sequence_have_no_effect(D, Dv, deterministic):
     q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
     q, k, v, grad_out = q[:1], k[:1], v[:1], grad_out[:1]
     for is_causal in (False, True):
-        plain = Spec(is_causal=is_causal, deterministic=deterministic)
+        plain = {"is_causal": is_causal, "deterministic": deterministic}
         expected = gradients_by(q, k, v, grad_out, plain)
         for far in (1 << 20, (1 << 29) - 1, 1 << 29, 1 << 30, (1 << 31) - 2):
             for left, right in ((far, far), (-1, far), (far, -1)):
-                spec = plain._replace(window_left=left, window_right=right)
-                grads = gradients_by(q, k, v, grad_out, spec)
+                options = plain | {"window_left": left, "window_right": right}
+                grads = gradients_by(q, k, v, grad_out, options)
                 for x, y in zip(grads[:3], expected):
                     assert torch.equal(x, y) or not deterministic
                     assert (x - y).abs().max() <= 0.02 * y.abs().max()
@@ -285,8 +283,8 @@ def test_windows_wider_than_the_sequence_have_no_effect(D, Dv, deterministic):
 @pytest.mark.parametrize("scale", [1e-45, 1e-30, 1e-8])
 def test_small_scales(D, Dv, deterministic, scale):
     q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
-    spec = Spec(scale=scale, deterministic=deterministic)
-    grads = gradients_by(q, k, v, grad_out, spec)
+    options = {"scale": scale, "deterministic": deterministic}
+    grads = gradients_by(q, k, v, grad_out, options)
     assert all(x.isfinite().all() for x in grads[:3])
     mean = grad_out.double().mean(2, keepdim=True) * SQ / SK
     expected = mean.view(B, HKV, 2, 1, Dv).sum(2)
@@ -296,8 +294,8 @@ def test_small_scales(D, Dv, deterministic, scale):
 @pytest.mark.parametrize("sinks", [LOW, 0.5])
 def test_sinks_of_rows_without_keys(sinks):
     q, k, v, grad_out = draw(HQ, SQ, 64), draw(HKV, 100, 64), draw(HKV, 100, 64), draw(HQ, SQ, 64)
-    spec = Spec(is_causal=True, sinks=torch.full((HQ,), sinks, device="cuda"))
-    grads = gradients_by(q, k, v, grad_out, spec)
+    options = {"is_causal": True, "sinks": torch.full((HQ,), sinks, device="cuda")}
+    grads = gradients_by(q, k, v, grad_out, options)
     assert grads.sinks.isfinite().all() and (sinks != LOW or (grads.sinks == 0).all())
     assert all(x.isfinite().all() for x in grads[:3])
 
@@ -471,11 +469,11 @@ def test_bits_repeat(D):
         B=5, Hq=8, Hkv=8, Sq=600, Sk=600, D=D, Dv=D, dtype=torch.bfloat16, device="cuda",
         is_causal=True, deterministic=True,
     )  # fmt: skip
-    q, k, v, spec = groups(case.fresh())
-    out, lse = hopper_calls.forward(call_of(q, k, v, spec))
+    call = case.fresh()
+    out, lse = hopper_calls.forward(call)
     grad = torch.randn_like(out)
     first, *more = (
-        hopper_calls.backward(call_of(q, k, v, spec, saved=Saved(grad, None, out, lse)))[:3]
+        hopper_calls.backward(call._replace(saved=Saved(grad, None, out, lse)))[:3]
         for _ in range(5)
     )
     for again in more:

@@ -9,12 +9,12 @@ import torch
 import fa_ops
 from fa_ops.backends import hopper, reference, triton
 from fa_ops.backends.hopper import decode, forward
+from fa_ops.call.call import Call, attention_call
 from fa_ops.plans import dispatch, planning
 from fa_ops.testing.allocators import Arena
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen, few_processors
-from tests.groups import Cache, Spec, call_of, groups
 from tests.kernels import relative_error
 
 # The Hopper kernel that appends to caches on a GPU: against the oracle, and bit by bit against the
@@ -26,8 +26,7 @@ ROTATIONS = ({}, {"rotary": 16}, {"rotary": 16, "interleaved": True}, {"rotary":
 
 def check_appended(case: CacheCase) -> None:
     """Compare with the oracle; nothing outside the tensors may be written."""
-    q, k, v, cache, spec = groups(case.fresh())
-    call = planning.normalised(call_of(q, k, v, spec, cache=cache))
+    call = planning.normalised(case.fresh())
     if reason := dispatch.refusal("hopper", call):
         pytest.skip(reason)
     assert_cache_close(case, "hopper", Arena())
@@ -121,33 +120,31 @@ def test_writes_what_the_triton_kernel_writes(seed):
         seed, B=len(LENGTHS), S=512, lens=(0,) * len(LENGTHS), fp8=seed % 3 == 0, shared=False,
         ranges=False, **({"rotary": 0} | ROTATIONS[seed // 2 % 4]),
     )  # fmt: skip
-    q, k, v, cache, spec = groups(with_scales(case, seed).fresh())
-    k, v = (t.float().nan_to_num(0.5).to(t.dtype) for t in (k, v))
+    call = with_scales(case, seed).fresh()
+    q, t = call.query, call.operands
+    k, v = (t.float().nan_to_num(0.5).to(t.dtype) for t in call[1:3])
     lens = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
-    if cache.page_table is not None:
-        table = torch.arange(cache.page_table.numel(), dtype=torch.int32, device="cuda")
+    changes = {"kv_lens": lens}
+    if t.page_table is not None:
+        table = torch.arange(t.page_table.numel(), dtype=torch.int32, device="cuda")
         wrong = torch.rand(table.shape, device="cuda") < 0.1
         table = table.where(~wrong, r.choice((-1, len(k), 2**31 - 1, -(2**31))))
-        cache = cache._replace(page_table=table.view_as(cache.page_table))
+        changes["page_table"] = table.view_as(t.page_table)
     # the Triton kernel needs even addresses of e4m3 caches
     offsets = (0, 0, 2, 4, 8, 16) if case.fp8 else (0, 0, 1, 2, 4, 8)
     k, v = (moved(t, r.choice(offsets)) for t in (k, v))
-    changes = {
-        name: moved(getattr(cache, name), r.choice((0, 1, 3, 8))) for name in ("key", "value")
-    }
+    new = [moved(x, r.choice((0, 1, 3, 8))) for x in (t.new_key, t.new_value)]
     if r.random() < 0.2:
-        changes = {name: t[:, :1].expand(-1, case.Hkv, -1, -1) for name, t in changes.items()}
+        new = [x[:, :1].expand(-1, case.Hkv, -1, -1) for x in new]
     if case.rotary:
         dtype = r.choice((torch.float32, q.dtype))
         for name in ("rotary_cos", "rotary_sin"):
-            changes[name] = moved(getattr(cache, name).to(dtype), r.choice((0, 1, 2, 8)))
-    q, cache = moved(q, r.choice((0, 1, 8))), cache._replace(**changes)
-    spec = spec._replace(kv_lens=lens)
-    found = []
+            changes[name] = moved(getattr(t, name).to(dtype), r.choice((0, 1, 2, 8)))
+    q, found = moved(q, r.choice((0, 1, 8))), []
+    call = call.changed(query=q, new_key=new[0], new_value=new[1], **changes)
     for prepare in (decode.prepare_append, triton.prepare_append):
         k2, v2 = (moved(t, t.storage_offset()) for t in (k, v))
-        call = call_of(q, k2, v2, spec, cache=cache)
-        queries, ends = prepare(call)(q, k2, v2, call.operands)
+        queries, ends = prepare(call._replace(key=k2, value=v2))(q, k2, v2, call.operands)
         memory = (t.view(torch.uint8) if case.fp8 else t for t in (k2, v2))
         found.append((queries, ends, *memory))
     for name, x, y in zip(("queries", "lengths", "keys", "values"), *found, strict=True):
@@ -162,56 +159,56 @@ def step_case(page_size: int, **changes) -> CacheCase:
     )  # fmt: skip
 
 
-def with_all_pages(case: CacheCase):
-    q, k, v, cache, spec = groups(case.fresh())
+def with_all_pages(case: CacheCase) -> Call:
+    call = case.fresh()
     if case.page_size:
-        pages = torch.randperm(cache.page_table.numel(), device="cuda").int()
-        cache = cache._replace(page_table=pages.view_as(cache.page_table))
-    return q, k.nan_to_num(0.3), v.nan_to_num(0.2), cache, spec
+        table = call.operands.page_table
+        pages = torch.randperm(table.numel(), device="cuda").int()
+        call = call.changed(page_table=pages.view_as(table))
+    return call._replace(key=call.key.nan_to_num(0.3), value=call.value.nan_to_num(0.2))
 
 
 @pytest.mark.parametrize("page_size", [0, 64])
 @pytest.mark.parametrize("rotary", [0, 64])
 def test_one_cuda_graph_serves_every_length(page_size, rotary):
-    q, k, v, cache, spec = with_all_pages(step_case(page_size, rotary=rotary))
-    options = {"key": cache.key, "value": cache.value, "backend": "hopper"}
-    options |= {"rotary_cos": cache.rotary_cos, "rotary_sin": cache.rotary_sin}
+    call = with_all_pages(step_case(page_size, rotary=rotary))
+    (q, k, v), t = call[:3], call.operands
+    options = {"key": t.new_key, "value": t.new_value, "backend": "hopper"}
+    options |= {"rotary_cos": t.rotary_cos, "rotary_sin": t.rotary_sin}
 
     def attend():
-        return fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, cache.page_table, **options)
+        return fa_ops.attention_with_kv_cache(q, k, v, t.kv_lens, t.page_table, **options)
 
     attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = attend()
-        spec.kv_lens.add_(1)
+        t.kv_lens.add_(1)
     for lengths in ((2047, 0, 1, 7), (5, 63, 64, 65), (2000, 2000, 2000, 2000)):
-        spec.kv_lens.copy_(torch.tensor(lengths))
+        t.kv_lens.copy_(torch.tensor(lengths))
         for _ in range(min(3, 2048 - max(lengths))):
-            q.normal_(), cache.key.normal_(), cache.value.normal_()
-            expected = reference.cache_forward(call_of(q, k.clone(), v.clone(), spec, cache=cache))[
-                0
-            ]
+            q.normal_(), t.new_key.normal_(), t.new_value.normal_()
+            expected = reference.cache_forward(call._replace(key=k.clone(), value=v.clone()))
             graph.replay()
-            assert relative_error(captured, expected) < 1e-2
+            assert relative_error(captured, expected[0]) < 1e-2
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_steps_that_follow_one_another(page_size):
     """By programmatic dependent launches: no step may read keys or lengths before they are there,
     nor overwrite what the one before still reads."""
-    q, k, v, cache, spec = with_all_pages(step_case(page_size, rotary=64, interleaved=True))
-    queries, news = (torch.randn(60, *t.shape, device="cuda").to(t) for t in (q, cache.key))
-    same_page = cache._replace(key=None, value=None)
+    call = with_all_pages(step_case(page_size, rotary=64, interleaved=True))
+    (q, k, v), t = call[:3], call.operands
+    queries, news = (torch.randn(60, *x.shape, device="cuda").to(x) for x in (q, t.new_key))
 
     def steps(synchronise: bool):
-        keys, values, lens = k.clone(), v.clone(), torch.full_like(spec.kv_lens, 1900)
+        keys, values, lens = k.clone(), v.clone(), torch.full_like(t.kv_lens, 1900)
         results = []
         for one, new in zip(queries, news):
             results.append(
                 fa_ops.attention_with_kv_cache(
-                    one, keys, values, lens, same_page.page_table, key=new, value=new,
-                    rotary_cos=cache.rotary_cos, rotary_sin=cache.rotary_sin,
+                    one, keys, values, lens, t.page_table, key=new, value=new,
+                    rotary_cos=t.rotary_cos, rotary_sin=t.rotary_sin,
                     rotary_interleaved=True, backend="hopper",
                 )
             )  # fmt: skip
@@ -229,33 +226,34 @@ def test_concurrent_streams():
     case = step_case(16)
     problems = [with_all_pages(dataclasses.replace(case, seed=seed)) for seed in range(2)]
 
-    def attend(q, k, v, cache, spec):
-        new = {"key": cache.key, "value": cache.value, "backend": "hopper"}
-        return fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, cache.page_table, **new)
+    def attend(call):
+        t = call.operands
+        new = {"key": t.new_key, "value": t.new_value, "backend": "hopper"}
+        return fa_ops.attention_with_kv_cache(*call[:3], t.kv_lens, t.page_table, **new)
 
-    expected = [attend(*problem) for problem in problems]
+    expected = [attend(problem) for problem in problems]
     streams, results = [torch.cuda.Stream() for _ in problems], ([], [])
     torch.cuda.synchronize()
     for _ in range(50):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[n].append(attend(*problems[n]))
+                results[n].append(attend(problems[n]))
     torch.cuda.synchronize()
     assert all(torch.equal(x, expected[n]) for n in range(2) for x in results[n])
 
 
 def test_public_functions_select_the_kernel():
-    q, k, v, cache, spec = with_all_pages(step_case(64))
-    given = q, k, v
-    new = {"kv_lens": spec.kv_lens, "page_table": cache.page_table}
-    new |= {"key": cache.key, "value": cache.value}
+    call = with_all_pages(step_case(64))
+    given, t = call[:3], call.operands
+    new = {"kv_lens": t.kv_lens, "page_table": t.page_table}
+    new |= {"key": t.new_key, "value": t.new_value}
     explained = fa_ops.explain(*given, **new)
     assert (explained.backend, explained.kernel) == ("hopper", "append, then decode")
     split = fa_ops.explain(*given, **new, num_splits=3)
     assert split.backend == "triton" and "without num_splits" in split.reasons["hopper"]
-    none = fa_ops.explain(q[:, :, :0], k, v, **new)
+    none = fa_ops.explain(call.query[:, :, :0], *call[1:3], **new)
     assert none.backend == "triton" and "that queries attend" in none.reasons["hopper"]
-    assert dispatch.choose(planning.normalised(call_of(*given, spec, cache=cache))) is hopper
+    assert chosen(call) is hopper
 
 
 @pytest.mark.parametrize("prepare", [decode.prepare_append, triton.prepare_append])
@@ -263,13 +261,13 @@ def test_new_numbers_that_are_not_finite(prepare):
     """In an e4m3 cache NaN stays NaN, and what is too large becomes the largest number."""
     case = CacheCase(fp8=True, dtype=torch.bfloat16, page_size=64, new=2, S=512, lens=(3, 300),
                      D=64, Dv=64, device="cuda")  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
-    cache.key[:, :, 0, :3] = torch.tensor([float("nan"), float("inf"), -1e30], device="cuda")
-    found, wanted = ((k.clone(), v.clone()) for _ in range(2))
-    call = call_of(q, *found, spec, cache=cache)
-    prepare(call)(q, *found, call.operands)
-    reference.cache_forward(call_of(q, *wanted, spec, cache=cache))
-    for x, y in zip(found, wanted, strict=True):
+    call = case.fresh()
+    numbers = torch.tensor([float("nan"), float("inf"), -1e30], device="cuda")
+    call.operands.new_key[:, :, 0, :3] = numbers
+    found, wanted = (call._replace(key=call.key.clone(), value=call.value.clone()) for _ in "ab")
+    prepare(found)(*found[:3], found.operands)
+    reference.cache_forward(wanted)
+    for x, y in zip(found[1:3], wanted[1:3], strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
@@ -280,9 +278,7 @@ READS = {"rotary": 0, "fp8": False, "new": 0, "num_splits": 0, "batch_invariant"
 
 
 def check(case):
-    inputs = groups(case.fresh())
-    q, k, v, cache, spec = inputs
-    call = call_of(q, k, v, spec, cache=cache)
+    call = case.fresh()
     assert hopper.cache_error(call) is None and hopper._cache_module(call) is forward
     assert_cache_close(case, "hopper")
 
@@ -327,25 +323,25 @@ def test_head_dims(dtype, dims, page_size):
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_keys_in_missing_pages_are_masked_out(D, page_size, is_causal):
-    q, k, v, cache, spec = groups(CacheCase(
+    call = CacheCase(
         B=2, Hq=64, Hkv=2, Sq=64, S=600, D=D, Dv=D, dtype=torch.bfloat16, device="cuda",
         lens=(600, 500), page_size=page_size, is_causal=is_causal,
-    ).fresh())  # fmt: skip
-    table = cache.page_table.clone()
+    ).fresh()  # fmt: skip
+    q, k, v = call[:3]
+    t = call.operands
+    table = t.page_table.clone()
     table[0, 1], table[0, 3], table[1, 2:5] = -1, 10**6, -(10**6)
-    out, lse = hopper_calls.cache_forward(
-        call_of(q, k, v, spec, cache=cache._replace(page_table=table))
-    )
+    out, lse = hopper_calls.cache_forward(call.changed(key=k, value=v, page_table=table))
     keys = torch.arange(table.shape[1] * page_size, device="cuda")
     exists = (table >= 0) & (table < len(k))
-    visible = exists[:, keys // page_size] & (keys < spec.kv_lens[:, None])
+    visible = exists[:, keys // page_size] & (keys < t.kv_lens[:, None])
     pages = torch.where(exists, table, 0).long()
     k, v = (x[pages].flatten(1, 2).transpose(1, 2).nan_to_num().double() for x in (k, v))
     mask = visible[:, None, None]
     if is_causal:
-        position = spec.kv_lens.view(-1, 1, 1, 1) + torch.arange(64, device="cuda").view(-1, 1) - 64
+        position = t.kv_lens.view(-1, 1, 1, 1) + torch.arange(64, device="cuda").view(-1, 1) - 64
         mask = mask & (keys <= position)
-    expected = reference.dense(call_of(q.double(), k, v, Spec(attn_mask=mask)))
+    expected = reference.dense(attention_call(q.double(), k, v, attn_mask=mask))
     assert relative_error(out, expected[0]) < 1e-2
     torch.testing.assert_close(lse.double(), expected[1].double(), atol=2e-3, rtol=1e-4)
 
@@ -353,18 +349,19 @@ def test_keys_in_missing_pages_are_masked_out(D, page_size, is_causal):
 def test_one_cuda_graph_serves_prompts_of_every_length():
     case = CacheCase(B=4, Hq=32, S=2000, Sq=100, D=128, Dv=128, dtype=torch.bfloat16,
                      device="cuda", lens=(2000, 0, 500, 3), page_size=16)  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
-    pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
-    cache = cache._replace(page_table=pages.view_as(cache.page_table))
+    call = case.fresh()
+    q, k, v = call[:3]
+    pages = torch.arange(call.operands.page_table.numel(), device="cuda", dtype=torch.int32)
+    call = call.changed(page_table=pages.view_as(call.operands.page_table))
     k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
-    hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
+    hopper_calls.cache_forward(call._replace(key=k, value=v))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
+        captured = hopper_calls.cache_forward(call._replace(key=k, value=v))
     for step in range(4):
         q.normal_()
-        spec.kv_lens.random_(0, 2000)
-        expected = reference.cache_forward(call_of(q, k, v, spec, cache=cache))[0]
+        call.operands.kv_lens.random_(0, 2000)
+        expected = reference.cache_forward(call._replace(key=k, value=v))[0]
         graph.replay()
         assert relative_error(captured[0], expected) < 1e-2, step
 
@@ -389,22 +386,16 @@ def test_new_keys_are_written_before(changes, monkeypatch):
 def test_public_functions_select_the_kernel_of_prompts(page_size):
     case = CacheCase(B=2, Hq=64, Hkv=8, Sq=256, S=1024, D=128, Dv=128, dtype=torch.bfloat16,
                      device="cuda", is_causal=True, page_size=page_size)  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
-    assert chosen(q, k, v, spec, cache) is hopper
-    one = slice(0, 1)
-    one_cache = cache._replace(page_table=cache.page_table[one]) if page_size else Cache()
-    one_kv = (k, v) if page_size else (k[one], v[one])
-    one_spec = spec._replace(kv_lens=spec.kv_lens[one])
-    assert chosen(q[one, :8, :17], *one_kv, one_spec, one_cache) is hopper
-    expected = reference.cache_forward(call_of(q, k, v, spec, cache=cache))
+    call = case.fresh()
+    (q, k, v), lens, table = call[:3], call.operands.kv_lens, call.operands.page_table
+    assert chosen(call) is hopper
+    rows = {"page_table": table[:1]} if page_size else {"key": k[:1], "value": v[:1]}
+    assert chosen(call.changed(query=q[:1, :8, :17], kv_lens=lens[:1], **rows)) is hopper
+    expected = reference.cache_forward(call)
     for _ in range(3):
-        out, lse = fa_ops.attention_with_kv_cache(
-            q, k, v, spec.kv_lens, cache.page_table, True, return_lse=True
-        )
+        out, lse = fa_ops.attention_with_kv_cache(q, k, v, lens, table, True, return_lse=True)
         assert relative_error(out, expected[0]) < 1e-2
         torch.testing.assert_close(lse, expected[1].float(), atol=2e-3, rtol=1e-4)
     ranges = torch.zeros(2, 1, 1, 2, dtype=torch.int32, device="cuda")
     with pytest.raises(NotImplementedError, match="no key_ranges"):
-        fa_ops.attention_with_kv_cache(
-            q, k, v, spec.kv_lens, cache.page_table, key_ranges=ranges, backend="hopper"
-        )
+        fa_ops.attention_with_kv_cache(q, k, v, lens, table, key_ranges=ranges, backend="hopper")

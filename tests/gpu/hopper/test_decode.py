@@ -7,10 +7,10 @@ import torch
 
 import fa_ops
 from fa_ops.backends import hopper, reference
+from fa_ops.call.call import attention_call
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen
-from tests.groups import Cache, Spec, call_of, groups
 from tests.kernels import relative_error
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -95,18 +95,18 @@ def test_scales_that_differ_by_powers(page_size, token_scales):
         B=3, Hq=8, S=3000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", fp8=True,
         page_scales=True, page_size=page_size, lens=(3000, 70, 1500), token_scales=token_scales,
     )  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
-    size = cache.v_scale.shape
+    call = case.fresh()
+    v_scale = call.operands.v_scale
     draw = torch.Generator("cuda").manual_seed(1)
-    powers = torch.randint(-30, 31, size, generator=draw, device="cuda")
-    scale = cache.v_scale * 2.0**powers
+    powers = torch.randint(-30, 31, v_scale.shape, generator=draw, device="cuda")
+    scale = v_scale * 2.0**powers
     each = scale if page_size else scale.mT.transpose(0, 1)  # from one page, or token, to the next
     each[::3] *= -1
     each[1::7] = 0
     for v_scale in (scale, scale * 2.0**-60, torch.zeros_like(scale)):
-        own = cache._replace(v_scale=v_scale)
-        out, lse = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=own))
-        expected, expected_lse = reference.cached(call_of(q, k, v, spec, cache=own))
+        own = call.changed(v_scale=v_scale)
+        out, lse = hopper_calls.cache_forward(own)
+        expected, expected_lse = reference.cached(own)
         unit = expected.abs().amax((-1, -2), keepdim=True).clamp(min=1e-25)
         assert ((out.double() - expected).abs() / unit).max() < 2e-2
         torch.testing.assert_close(lse.double(), expected_lse, atol=2e-4, rtol=1e-5)
@@ -119,10 +119,9 @@ def test_one_scale_alone(scales, page_size):
         Hq=8, S=900, D=64, Dv=64, dtype=torch.float16, device="cuda", fp8=True,
         page_scales=page_size > 0, page_size=page_size,
     )  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
-    cache = cache._replace(**{"v_scale" if scales == "key" else "k_scale": None})
-    out, _ = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
-    expected, _ = reference.cached(call_of(q, k, v, spec, cache=cache))
+    call = case.fresh().changed(**{"v_scale" if scales == "key" else "k_scale": None})
+    out, _ = hopper_calls.cache_forward(call)
+    expected, _ = reference.cached(call)
     assert relative_error(out, expected) < 1e-2
 
 
@@ -186,19 +185,20 @@ def test_batches(B, Hkv, window):
 def test_one_cuda_graph_serves_every_length():
     case = CacheCase(B=4, Hq=8, S=9000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
                      lens=(8999, 0, 500, 3), page_size=16)  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
-    pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
-    cache = cache._replace(page_table=pages.view_as(cache.page_table))
+    call = case.fresh()
+    q, k, v = call[:3]
+    pages = torch.arange(call.operands.page_table.numel(), device="cuda", dtype=torch.int32)
+    call = call.changed(page_table=pages.view_as(call.operands.page_table))
     k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
-    hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
+    hopper_calls.cache_forward(call._replace(key=k, value=v))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
-        repeated = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
+        captured = hopper_calls.cache_forward(call._replace(key=k, value=v))
+        repeated = hopper_calls.cache_forward(call._replace(key=k, value=v))
     for step in range(8):
         q.normal_()
-        spec.kv_lens.random_(0, 9000)
-        expected = reference.cache_forward(call_of(q, k, v, spec, cache=cache))[0]
+        call.operands.kv_lens.random_(0, 9000)
+        expected = reference.cache_forward(call._replace(key=k, value=v))[0]
         graph.replay()
         assert relative_error(captured[0], expected) < 1e-2, step
         assert torch.equal(captured[0], repeated[0])
@@ -222,49 +222,43 @@ def test_dense_calls(B, S):
     """The host knows the lengths, and thus whether results of parts must be merged."""
     q = torch.randn(B, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(B, 2, S, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    out, lse = hopper_calls.forward(call_of(q, k, v, Spec()))
-    expected = reference.dense(call_of(q.double(), k.double(), v.double(), Spec()))
+    out, lse = hopper_calls.forward(attention_call(q, k, v))
+    expected = reference.dense(attention_call(q.double(), k.double(), v.double()))
     assert relative_error(out, expected[0]) < 1e-2
     torch.testing.assert_close(lse.double(), expected[1].double(), atol=2e-4, rtol=1e-5)
 
 
 def test_lengths_written_by_the_preceding_kernel():
     """Programmatic dependent launch: a kernel must not read lengths before they are written."""
-    q, k, v, _, spec = groups(
-        CacheCase(
-            B=2, Hq=8, S=9000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", lens=(9000, 9000)
-        ).fresh()
-    )
+    call = CacheCase(
+        B=2, Hq=8, S=9000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", lens=(9000, 9000)
+    ).fresh()
     lengths = torch.randint(1, 9000, (100, 2), device="cuda", dtype=torch.int32)
     lengths[::3] //= 50
     expected = []
     for n in lengths:
         torch.cuda.synchronize()
-        expected.append(
-            hopper_calls.cache_forward(
-                call_of(q, k, v, spec._replace(kv_lens=n.clone()), cache=Cache())
-            )
-        )
+        expected.append(hopper_calls.cache_forward(call.changed(kv_lens=n.clone())))
     torch.cuda.synchronize()
     results = []
     for n in lengths:
-        spec.kv_lens.copy_(n)
-        results.append(hopper_calls.cache_forward(call_of(q, k, v, spec, cache=Cache())))
+        call.operands.kv_lens.copy_(n)
+        results.append(hopper_calls.cache_forward(call))
     for result, one in zip(results, expected):
         assert all(torch.equal(a, b) for a, b in zip(result, one))
 
 
 def test_concurrent_streams_give_equal_results():
-    q, k, v, _, spec = groups(CacheCase(
+    call = CacheCase(
         B=5, Hq=8, S=9000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         lens=(9000, 1, 0, 5000, 4097),
-    ).fresh())  # fmt: skip
-    expected = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=Cache()))
+    ).fresh()  # fmt: skip
+    expected = hopper_calls.cache_forward(call)
     streams, results = [torch.cuda.Stream() for _ in range(2)], []
     torch.cuda.synchronize()
     for step in range(200):
         with torch.cuda.stream(streams[step % 2]):
-            results.append(hopper_calls.cache_forward(call_of(q, k, v, spec, cache=Cache())))
+            results.append(hopper_calls.cache_forward(call))
     torch.cuda.synchronize()
     for result in results:
         assert all(torch.equal(a, b) for a, b in zip(expected, result))
@@ -272,19 +266,16 @@ def test_concurrent_streams_give_equal_results():
 
 @pytest.mark.parametrize("group", [1, 4, 8, 12])
 def test_earlier_contents_of_shared_memory_have_no_effect(group):
-    q, k, v, _, spec = groups(
-        CacheCase(
-            B=3, Hq=2 * group, Hkv=2, S=5000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda"
-        ).fresh()
-    )
+    call = CacheCase(
+        B=3, Hq=2 * group, Hkv=2, S=5000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda"
+    ).fresh()
     filler = torch.empty(8, 16, 1024, 256, device="cuda", dtype=torch.bfloat16)
     results = []
     for value in (0.0, 100.0, -1e4, float("nan")):
         filler.fill_(value)
-        hopper_calls.forward(
-            call_of(filler, filler, filler, Spec())
-        )  # fills shared memory with the value
-        results.append(hopper_calls.cache_forward(call_of(q, k, v, spec, cache=Cache())))
+        # fills shared memory with the value
+        hopper_calls.forward(attention_call(filler, filler, filler))
+        results.append(hopper_calls.cache_forward(call))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result))
 
@@ -295,8 +286,9 @@ def test_public_functions_select_the_kernel():
     assert fa_ops.explain(q, k, v).backend == "hopper"
     many = q.repeat(1, 1, 8, 1)
     assert fa_ops.explain(many, k, v).backend == "hopper"  # more rows than decoding has: prefill
-    assert chosen(q, k, v, Spec()) is chosen(many, k, v, Spec()) is hopper
-    expected = reference.dense(call_of(q.double(), k.double(), v.double(), Spec()))[0]
+    call = attention_call(q, k, v)
+    assert chosen(call) is chosen(call._replace(query=many)) is hopper
+    expected = reference.dense(attention_call(q.double(), k.double(), v.double()))[0]
     for _ in range(3):
         assert relative_error(fa_ops.attention(q, k, v, backend="hopper"), expected) < 1e-2
     lens = torch.full((2,), 4000, device="cuda", dtype=torch.int32)
@@ -367,13 +359,14 @@ def test_random_small_pages(seed):
 @pytest.mark.parametrize("page_size", [1, 8])
 def test_keys_and_values_that_are_interleaved(page_size):
     """As in FlashInfer's caches, (pages, 2, page_size, heads, D): pages are not adjacent."""
-    q, k, v, cache, spec = groups(CacheCase(
+    call = CacheCase(
         B=4, Hq=32, Hkv=8, S=3000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         page_size=page_size,
-    ).fresh())  # fmt: skip
-    expected = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
+    ).fresh()  # fmt: skip
+    k, v = call[1:3]
+    expected = hopper_calls.cache_forward(call)
     both = torch.stack((k, v), 1)
-    found = hopper_calls.cache_forward(call_of(q, both[:, 0], both[:, 1], spec, cache=cache))
+    found = hopper_calls.cache_forward(call._replace(key=both[:, 0], value=both[:, 1]))
     assert all(map(torch.equal, expected, found))
 
 
@@ -386,14 +379,11 @@ def test_results_are_those_of_large_pages(page_size):
     q, k, v = draw(B, 32, 1, D), draw(B * S // 64, 64, Hkv, D), draw(B * S // 64, 64, Hkv, D)
     table = torch.randperm(len(k), generator=g, device="cuda").view(B, -1)
     case = CacheCase(B=B, dtype=torch.bfloat16, device="cuda", page_size=64, lens=(S,) * B, S=S)
-    *_, cache, spec = groups(case.fresh())
-    cache = cache._replace(page_table=table.int())
-    expected = hopper_calls.cache_forward(call_of(q, k, v, spec, cache=cache))
+    call = case.fresh().changed(query=q, key=k, value=v, page_table=table.int())
+    expected = hopper_calls.cache_forward(call)
     parts = 64 // page_size
     small = (table[..., None] * parts + torch.arange(parts, device="cuda")).flatten(1).int()
     k, v = (x.view(-1, page_size, Hkv, D) for x in (k, v))
-    found = hopper_calls.cache_forward(
-        call_of(q, k, v, spec, cache=cache._replace(page_table=small))
-    )
+    found = hopper_calls.cache_forward(call.changed(key=k, value=v, page_table=small))
     assert relative_error(found[0], expected[0]) < 1e-3
     torch.testing.assert_close(found[1], expected[1])

@@ -8,12 +8,11 @@ import torch
 import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends.hopper import forward
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import Arena, Case, assert_close_to_oracle, assert_right
 from fa_ops.testing.caches import CacheCase, assert_cache_close
 from tests.gpu import hopper_calls
 from tests.gpu.cases import few_processors
-from tests.groups import Packing, Spec, call_of, groups
 from tests.kernels import relative_error
 
 # Few tiles of queries over many keys on a Hopper GPU: each tile attends a part of the keys.
@@ -227,9 +226,9 @@ def _assert_close(actual, expected, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_dense(D, keys, options, dtype):
     q, k, v = _problem(D, dtype, keys)
-    spec = Spec(**OPTIONS[options])
-    exact = reference.forward(call_of(q.double(), k.double(), v.double(), spec))
-    _assert_close(hopper_calls.forward(call_of(q, k, v, spec)), exact, dtype)
+    options = OPTIONS[options]
+    exact = reference.forward(attention_call(q.double(), k.double(), v.double(), **options))
+    _assert_close(hopper_calls.forward(attention_call(q, k, v, **options)), exact, dtype)
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -237,25 +236,21 @@ def test_dense(D, keys, options, dtype):
 def test_packed(D, keys):
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in _problem(D, torch.bfloat16, keys))
     ends = torch.tensor([0, 1, 130, 600, S], dtype=torch.int32, device="cuda")
-    spec, packing = Spec(is_causal=True), Packing(ends, ends)
-    exact = reference.varlen_forward(
-        call_of(q.double(), k.double(), v.double(), spec, packing=packing)
-    )
-    _assert_close(
-        hopper_calls.varlen_forward(call_of(q, k, v, spec, packing=packing)), exact, torch.bfloat16
-    )
+    options = {"is_causal": True, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    exact = reference.varlen_forward(attention_call(q.double(), k.double(), v.double(), **options))
+    found = hopper_calls.varlen_forward(attention_call(q, k, v, **options))
+    _assert_close(found, exact, torch.bfloat16)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_nan_and_inf_affect_only_rows_that_attend_them(value):
     """NaN in a query affects its row; NaN in a key affects the queries that attend it."""
     q, k, v = _problem(128, torch.bfloat16, "unchanged")
-    spec = Spec(is_causal=True)
-    clean, _ = hopper_calls.forward(call_of(q, k, v, spec))
+    clean, _ = hopper_calls.forward(attention_call(q, k, v, is_causal=True))
     q[0, 0, 700, 5] = value
     k[0, 0, 900, 7] = value
-    out, _ = hopper_calls.forward(call_of(q, k, v, spec))
-    exact, _ = reference.forward(call_of(q.double(), k.double(), v.double(), spec))
+    out, _ = hopper_calls.forward(attention_call(q, k, v, is_causal=True))
+    exact, _ = reference.forward(attention_call(q.double(), k.double(), v.double(), is_causal=True))
     assert torch.equal(out.isnan(), exact.isnan()) and 102 > exact.isnan().any(-1).sum() > 1
     torch.testing.assert_close(out, exact.to(out.dtype), atol=2e-2, rtol=2e-2, equal_nan=True)
     assert torch.equal(out[:, 1:], clean[:, 1:])
@@ -300,47 +295,43 @@ def test_groups_in_parts(Hq, Hkv):
 
 def test_gradients_repeat_bitwise():
     q, k, v = (torch.randn(2, 4, 1024, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out, lse = hopper_calls.forward(call_of(q, k, v, Spec(is_causal=True)))
+    out, lse = hopper_calls.forward(attention_call(q, k, v, is_causal=True))
     first = hopper_calls.backward(
-        call_of(q, k, v, Spec(is_causal=True), saved=Saved(q, None, out, lse))
+        attention_call(q, k, v, is_causal=True, saved=Saved(q, None, out, lse))
     )
     for _ in range(20):
         again = hopper_calls.backward(
-            call_of(q, k, v, Spec(is_causal=True), saved=Saved(q, None, out, lse))
+            attention_call(q, k, v, is_causal=True, saved=Saved(q, None, out, lse))
         )
         assert all(map(torch.equal, again[:3], first[:3]))
 
 
 def test_a_nan_reaches_only_gradients_of_what_attends_it():
     case = Case(**WIDE, Sq=300, Sk=300, is_causal=True)
-    q, k, v, _ = groups(case.fresh())
+    q, k, v = case.fresh()[:3]
     grad_out = torch.randn_like(q)
     k[:, :, 250], v[:, :, 260] = float("nan"), float("inf")
-    spec = Spec(is_causal=True)
-    out, lse = hopper_calls.forward(call_of(q, k, v, spec))
+    out, lse = hopper_calls.forward(attention_call(q, k, v, is_causal=True))
     dq, dk, dv = hopper_calls.backward(
-        call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse))
+        attention_call(q, k, v, is_causal=True, saved=Saved(grad_out, None, out, lse))
     )[:3]
-    inputs = (x[:, :, :250].cpu() for x in (grad_out, q, k, v, out))
-    grad_out, q, k, v, out = inputs
-    expected = reference.backward(
-        call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse[:, :, :250].cpu().contiguous()))
-    )
+    grad_out, q, k, v, out = (x[:, :, :250].cpu() for x in (grad_out, q, k, v, out))
+    saved = Saved(grad_out, None, out, lse[:, :, :250].cpu().contiguous())
+    expected = reference.backward(attention_call(q, k, v, is_causal=True, saved=saved))
     assert (dq[:, :, :250].cpu().float() - expected[0].float()).abs().max() < 5e-2
     assert not dk[:, :, :250].isfinite().all()  # queries from 250 on attend these keys
 
 
 def test_an_infinity_changes_only_rows_that_attend_it():
-    q, k, v, _ = groups(Case(**WIDE, Sq=300, Sk=300).fresh())
+    q, k, v = Case(**WIDE, Sq=300, Sk=300).fresh()[:3]
     v[:, :, 250] = float("inf")
-    spec = Spec(is_causal=True)
-    out, _ = hopper_calls.forward(call_of(q, k, v, spec))
-    expected = reference.forward(call_of(q.cpu(), k.cpu(), v.cpu(), spec))[0][:, :, :250]
-    assert (out[:, :, :250].cpu().float() - expected.float()).abs().max() < 2e-2
+    out, _ = hopper_calls.forward(attention_call(q, k, v, is_causal=True))
+    expected, _ = reference.forward(attention_call(q.cpu(), k.cpu(), v.cpu(), is_causal=True))
+    assert (out.cpu().float() - expected.float())[:, :, :250].abs().max() < 2e-2
 
 
 def test_training_by_default():
-    q, k, v, _ = groups(Case(**WIDE, Sq=301, Sk=301).fresh())
+    q, k, v = Case(**WIDE, Sq=301, Sk=301).fresh()[:3]
     assert fa_ops.explain(q, k, v, is_causal=True).backend == "hopper"
     assert_close_to_oracle(Case(**WIDE, Sq=301, Sk=301, is_causal=True), "auto")
 

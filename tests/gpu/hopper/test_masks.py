@@ -8,6 +8,7 @@ import torch
 import fa_ops
 from fa_ops.backends import hopper, mask_blocks
 from fa_ops.backends.hopper import forward, masks
+from fa_ops.call.call import attention_call
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.testing.inputs import fill_some
 from tests.backends.hopper.test_masks import FORMS, by_key, by_query
@@ -22,7 +23,6 @@ from tests.gpu.cases import (
     masked_case,
     random_masked_case,
 )
-from tests.groups import Spec, call_of
 
 
 def on_gpu(t):
@@ -203,7 +203,7 @@ def test_plans_are_reused_for_masks_at_other_addresses():
     q = torch.randn(1, 2, 130, 64, device="cuda", dtype=torch.bfloat16)
     masks = [torch.randn(130, 136, device="cuda", dtype=torch.bfloat16)[:, :130] for _ in range(3)]
     for mask in masks:
-        out, _ = hopper_calls.forward(call_of(q, q, q, Spec(attn_mask=mask)))
+        out, _ = hopper_calls.forward(attention_call(q, q, q, attn_mask=mask))
         expected = fa_ops.attention(q.float(), q.float(), q.float(), mask.float())
         torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
 
@@ -276,13 +276,13 @@ def test_bits_of_results_are_those_without_skipping(Sq, Sk, dtype):
     """
     q, k, v = inputs(128, Sq, Sk)
     mask = filled(Sq, Sk, dtype)
-    spec = Spec(attn_mask=mask, mask_blocks=fa_ops.mask_blocks(mask))
-    found = forward.forward(call_of(q, k, v, spec))
+    call = attention_call(q, k, v, attn_mask=mask, mask_blocks=fa_ops.mask_blocks(mask))
+    found = forward.forward(call)
     with all_tiles():
-        expected = forward.forward(call_of(q, k, v, spec))
+        expected = forward.forward(call)
     assert all(torch.equal(x, y) for x, y in zip(found, expected))
     for _ in range(20):
-        again = forward.forward(call_of(q, k, v, spec))
+        again = forward.forward(call)
         assert all(torch.equal(x, y) for x, y in zip(again, expected))
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fa_ops.backends import hopper
+from fa_ops.call.call import attention_call
 from fa_ops.testing.caches import CacheCase, assert_cache_close
 from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen
-from tests.groups import Cache, Spec, call_of, groups
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -18,7 +18,7 @@ def latent(**fields):
 
 
 def draw(lens, heads, tokens=1, page=64, S=0, dtype=torch.bfloat16):
-    """q, the cache's memory, Cache and lengths; unused keys are NaN."""
+    """q, the cache's memory, its page table and lengths; unused keys are NaN."""
     B, S = len(lens), S or max(*lens, 1)
     q = torch.randn(B, heads, tokens, 576, device="cuda", dtype=dtype)
     kv_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
@@ -26,28 +26,29 @@ def draw(lens, heads, tokens=1, page=64, S=0, dtype=torch.bfloat16):
         k = torch.randn(B, 1, S, 576, device="cuda", dtype=dtype)
         for b, n in enumerate(lens):
             k[b, :, n:] = float("nan")
-        return q, k, Cache(), kv_lens
+        return q, k, None, kv_lens
     pages = -(-S // page)
     k = torch.full((B * pages, page, 1, 576), float("nan"), device="cuda", dtype=dtype)
     table = torch.randperm(B * pages, device="cuda", dtype=torch.int32).view(B, pages)
     for b, n in enumerate(lens):
         j = torch.arange(n, device="cuda")
         k[table[b, j // page].long(), j % page, 0] = torch.randn(n, 576, device="cuda").to(dtype)
-    return q, k, Cache(page_table=table), kv_lens
+    return q, k, table, kv_lens
 
 
-def attend(q, k, cache, kv_lens, causal=False):
-    return hopper_calls.cache_forward(
-        call_of(q, k, k[..., :512], Spec(None, 0.0, causal, kv_lens=kv_lens), cache=cache)
+def attend(q, k, table, kv_lens, causal=False):
+    call = attention_call(
+        q, k, k[..., :512], is_causal=causal, kv_lens=kv_lens, page_table=table, over_cache=True
     )
+    return hopper_calls.cache_forward(call)
 
 
-def assert_correct(actual, q, k, cache, kv_lens, causal=False):
+def assert_correct(actual, q, k, table, kv_lens, causal=False):
     """Compare (out, lse), row by row, with a float64 computation."""
     B, _, tokens, _ = q.shape
     for b in range(B):
         n = int(kv_lens[b])
-        keys = k[b, 0] if cache.page_table is None else k[cache.page_table[b].long(), :, 0]
+        keys = k[b, 0] if table is None else k[table[b].long(), :, 0]
         keys = keys.flatten(0, -2)[:n].double()
         s = q[b].double() @ keys.T * 576**-0.5
         if causal:
@@ -116,10 +117,10 @@ def test_rows_divided_into_many_parts(heads, length):
 )
 def test_parts_keep_columns_of_any_size(dtype, largest):
     """Partial results have a common exponent for half a row; small columns stay accurate."""
-    q, k, cache, lens = draw([5000, 5000], 64, page=0, dtype=dtype)
+    q, k, table, lens = draw([5000, 5000], 64, page=0, dtype=dtype)
     sizes = torch.logspace(-6 if dtype == torch.bfloat16 else -4, 0, 576, device="cuda") * largest
     q, k = (q.double() / sizes).to(dtype), (k.double() * sizes).to(dtype)
-    out, _ = attend(q, k, cache, lens)
+    out, _ = attend(q, k, table, lens)
     for b in range(2):
         keys = k[b, 0].double()
         expected = (q[b, :, 0].double() @ keys.T * 576**-0.5).softmax(-1) @ keys[:, :512]
@@ -129,9 +130,9 @@ def test_parts_keep_columns_of_any_size(dtype, largest):
 
 def test_rescaling_by_every_tile():
     """Scores grow from tile to tile, so that every tile raises the running maximum."""
-    q, k, cache, lens = draw([4000, 3999], 64, page=0)
+    q, k, table, lens = draw([4000, 3999], 64, page=0)
     k *= torch.linspace(0.1, 30, 4000, device="cuda").view(1, 1, -1, 1).to(k.dtype)
-    assert_correct(attend(q, k, cache, lens), q, k, cache, lens)
+    assert_correct(attend(q, k, table, lens), q, k, table, lens)
 
 
 def test_concurrent_streams_give_equal_results():
@@ -149,46 +150,43 @@ def test_concurrent_streams_give_equal_results():
 
 @pytest.mark.parametrize("B, heads", [(4, 128), (1, 16), (1, 64)])
 def test_one_cuda_graph_serves_every_length(B, heads):
-    q, k, cache, lens = draw([6000] * B, heads)
-    attend(q, k, cache, lens)
+    q, k, table, lens = draw([6000] * B, heads)
+    attend(q, k, table, lens)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = attend(q, k, cache, lens)
-        repeated = attend(q, k, cache, lens)
+        captured = attend(q, k, table, lens)
+        repeated = attend(q, k, table, lens)
     for step in range(6):
         q.normal_()
         lens.random_(0, 6000)
         if step == 3:
             lens[:2] = torch.tensor([0, 1])[:B]
         graph.replay()
-        assert_correct(captured, q, k, cache, lens)
+        assert_correct(captured, q, k, table, lens)
         assert torch.equal(captured[0], repeated[0])
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 64])
 def test_keys_in_missing_pages_are_masked_out(page_size):
-    q, k, cache, lens = draw([300, 200], 16, page=page_size)
-    missing, pages = cache.page_table.clone(), 64 // page_size
+    q, k, table, lens = draw([300, 200], 16, page=page_size)
+    missing, pages = table.clone(), 64 // page_size
     missing[0, pages : 2 * pages], missing[1, :pages] = -1, 10**6
-    k[cache.page_table[0, pages : 2 * pages].long()] = 0
-    k[cache.page_table[1, :pages].long()] = 0
-    result = attend(q, k, Cache(page_table=missing), lens)
+    k[table[0, pages : 2 * pages].long()] = 0
+    k[table[1, :pages].long()] = 0
+    result = attend(q, k, missing, lens)
     kept = [[j for j in range(n) if j // 64 != page] for n, page in ((300, 1), (200, 0))]
-    rows = [k[cache.page_table[b].long(), :, 0].flatten(0, 1)[kept[b]] for b in range(2)]
+    rows = [k[table[b].long(), :, 0].flatten(0, 1)[kept[b]] for b in range(2)]
     for b, keys in enumerate(rows):
         alone = keys[None, None].contiguous()
         n = torch.tensor([keys.shape[0]], device="cuda", dtype=torch.int32)
         row = tuple(x[b : b + 1] for x in result)
-        assert_correct(row, q[b : b + 1], alone, Cache(), n)
+        assert_correct(row, q[b : b + 1], alone, None, n)
 
 
 def test_unsupported_calls_are_refused():
-    q, k, v, cache, spec = groups(latent(Hq=16).fresh())
-    assert hopper.cache_error(call_of(q, k, v, spec, cache=cache)) is None
-    assert chosen(q, k, v, spec, cache) is hopper
-    apart = v.clone(memory_format=torch.contiguous_format)
-    assert "hold its values" in hopper.cache_error(call_of(q, k, apart, spec, cache=cache))
-    assert chosen(q, k, apart, spec, cache) is not hopper
-    assert "window" in hopper.cache_error(
-        call_of(q, k, v, spec._replace(window_left=3), cache=cache)
-    )
+    call = latent(Hq=16).fresh()
+    assert hopper.cache_error(call) is None and chosen(call) is hopper
+    apart = call._replace(value=call.value.clone(memory_format=torch.contiguous_format))
+    assert "hold its values" in hopper.cache_error(apart)
+    assert chosen(apart) is not hopper
+    assert "window" in hopper.cache_error(call.changed(window_left=3))

@@ -8,11 +8,11 @@ import torch
 import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends.hopper import forward
+from fa_ops.call.call import attention_call
 from fa_ops.ops import eager
 from fa_ops.plans import planning
 from fa_ops.testing import assert_within_budget, naive
 from tests.gpu.cases import few_processors
-from tests.groups import Packing, Spec, call_of
 
 # Repeated packed calls on a GPU: what was prepared gives the bits of the first call.
 
@@ -85,13 +85,13 @@ def test_repeated_calls_give_the_first_ones_results(name, layout):
 
 def test_plans_agree_with_the_oracle_and_the_operator():
     (q, k, v), both = tensors(), ends()
-    packing, spec = Packing(both, both), Spec(is_causal=True)
+    exact_call = attention_call(
+        *(x.double() for x in (q, k, v)), is_causal=True, cu_seqlens_q=both, cu_seqlens_k=both
+    )
     for _ in range(3):
         out, lse = fa_ops.attention_varlen(q, k, v, both, both, is_causal=True, return_lse=True)
         assert lse[:, :2].isneginf().all() and not out[-2:].any()
-        exact = reference.varlen_forward(
-            call_of(*(x.double() for x in (q, k, v)), spec, packing=packing)
-        )[0]
+        exact = reference.varlen_forward(exact_call)[0]
         rounded = naive_packed(q, k, v, both)
         inside = slice(2, TOKENS - 2)
         assert_within_budget("out", out[inside], exact[inside], rounded[inside])
@@ -105,7 +105,7 @@ def naive_packed(q, k, v, both):
     for first, end in zip(both.tolist(), both.tolist()[1:]):
         if end > first:
             one = (x[first:end].transpose(0, 1)[None] for x in (q, k, v))
-            out[first:end] = naive(call_of(*one, Spec(is_causal=True)))[0][0].transpose(0, 1)
+            out[first:end] = naive(attention_call(*one, is_causal=True))[0][0].transpose(0, 1)
     return out
 
 

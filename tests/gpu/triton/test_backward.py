@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fa_ops.backends import triton as backend
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
-from tests.groups import Spec, call_of, groups
 from tests.kernels import DTYPES
 
 
@@ -41,11 +40,11 @@ def test_packed(seed):
 @pytest.mark.parametrize("seed", range(0, 60, 4))
 def test_repeated_gradients_are_bitwise_equal(seed):
     case = random_case(seed, dtype=DTYPES[seed % 3], device="cuda", Sq=300, Sk=700)
-    q, k, v, spec = groups(case.fresh())
-    out, lse = backend.forward(call_of(q, k, v, spec))
+    call = case.fresh()
+    out, lse = backend.forward(call)
     grad_out, grad_lse = case.grad_outputs(out, lse)
     saved = Saved(grad_out, grad_lse, out, lse, case.mask == "float")
-    first, second = (backend.backward(call_of(q, k, v, spec, saved=saved)) for _ in range(2))
+    first, second = (backend.backward(call._replace(saved=saved)) for _ in range(2))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, second))
 
 
@@ -70,9 +69,9 @@ def test_large(D, causal):
     q, k, v, grad_out = (
         torch.randn(1, 2, 4096, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)
     )
-    spec = Spec(is_causal=causal)
-    out, lse = backend.forward(call_of(q, k, v, spec))
-    grads = backend.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))
+    call = attention_call(q, k, v, is_causal=causal)
+    out, lse = backend.forward(call)
+    grads = backend.backward(call._replace(saved=Saved(grad_out, None, out, lse)))
     compare_in_chunks(grads[:3], grad_out, q, k, v, causal)
 
 
@@ -85,8 +84,8 @@ def test_offsets_beyond_32_bits():
         x = buffer.as_strided((1, 1, S, 64), (0, 0, stride, 1), n * 64)
         tensors.append(x.copy_(torch.randn(1, 1, S, 64)))
     q, k, v, grad_out = tensors
-    out, lse = backend.forward(call_of(q, k, v, Spec()))
-    grads = backend.backward(call_of(q, k, v, Spec(), saved=Saved(grad_out, None, out, lse)))
+    out, lse = backend.forward(attention_call(q, k, v))
+    grads = backend.backward(attention_call(q, k, v, saved=Saved(grad_out, None, out, lse)))
     compare_in_chunks(grads[:3], grad_out, q, k, v, causal=False)
 
 
@@ -96,11 +95,11 @@ def test_memory_is_linear_in_the_length():
         q, k, v, grad_out = (
             torch.randn(1, 4, S, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)
         )
-        out, lse = backend.forward(call_of(q, k, v, Spec()))
+        out, lse = backend.forward(attention_call(q, k, v))
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        backend.backward(call_of(q, k, v, Spec(), saved=Saved(grad_out, None, out, lse)))
+        backend.backward(attention_call(q, k, v, saved=Saved(grad_out, None, out, lse)))
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] <= 2.1 * peaks[0]
 
@@ -109,12 +108,12 @@ def test_cuda_graphs():
     q, k, v, grad_out = (
         torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)
     )
-    spec = Spec(is_causal=True)
-    out, lse = backend.forward(call_of(q, k, v, spec))
-    expected = backend.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))
+    call = attention_call(q, k, v, is_causal=True)
+    out, lse = backend.forward(call)
+    expected = backend.backward(call._replace(saved=Saved(grad_out, None, out, lse)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = backend.backward(call_of(q, k, v, spec, saved=Saved(grad_out, None, out, lse)))
+        captured = backend.backward(call._replace(saved=Saved(grad_out, None, out, lse)))
     for x in captured[:3]:
         x.zero_()
     graph.replay()

@@ -8,9 +8,9 @@ import torch
 import fa_ops
 from fa_ops.backends import reference, triton
 from fa_ops.backends.triton import decode
+from fa_ops.call.call import attention_call
 from fa_ops.plans import planning
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
-from tests.groups import Cache, Spec, call_of, groups
 from tests.kernels import DTYPES, assert_batch_invariant, relative_error
 
 
@@ -56,20 +56,21 @@ def test_appends_to_a_latent_cache(page_size):
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
     assert_cache_close(case, "triton")
-    q, k, v, cache, spec = groups(case.fresh())
+    given = case.fresh()
+    (q, k, v), t = given[:3], given.operands
 
     def call(v, value):
-        lens, table = spec.kv_lens, cache.page_table
-        return fa_ops.attention_with_kv_cache(q, k, v, lens, table, key=cache.key, value=value)
+        lens, table = t.kv_lens, t.page_table
+        return fa_ops.attention_with_kv_cache(q, k, v, lens, table, key=t.new_key, value=value)
 
     for _ in range(2):  # the second time with a plan
         kept = k.clone()
         with pytest.raises(ValueError, match="value must be the same features of key"):
-            call(v, cache.value.clone())
+            call(v, t.new_value.clone())
         with pytest.raises(ValueError, match="value_cache shares memory with key_cache"):
-            call(k[..., 64:], cache.value)
+            call(k[..., 64:], t.new_value)
         assert torch.equal(k.nan_to_num(), kept.nan_to_num())
-        call(v, cache.value)
+        call(v, t.new_value)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8, 16, 40])
@@ -84,15 +85,13 @@ def test_groups(group, Sq):
 
 @pytest.mark.parametrize("offset", [1, 4])
 def test_unaligned_addresses(offset):
-    q, k, v, cache, spec = groups(
-        CacheCase(D=64, Dv=64, dtype=torch.bfloat16, device="cuda").fresh()
-    )
-    expected = decode.cache_forward(call_of(q, k, v, spec, cache=cache))[0]
-    shifted = [
+    call = CacheCase(D=64, Dv=64, dtype=torch.bfloat16, device="cuda").fresh()
+    expected = decode.cache_forward(call)[0]
+    q, k, v = (
         torch.cat([x.contiguous().flatten()[:offset], x.contiguous().flatten()])[offset:].view_as(x)
-        for x in (q, k, v)
-    ]
-    out = decode.cache_forward(call_of(*shifted, spec, cache=cache))[0]
+        for x in call[:3]
+    )
+    out = decode.cache_forward(call._replace(query=q, key=k, value=v))[0]
     assert relative_error(out, expected) < 1e-2
 
 
@@ -105,25 +104,26 @@ def test_page_offsets_beyond_32_bits():
     lens = torch.tensor([150], dtype=torch.int32, device="cuda")
     out = fa_ops.attention_with_kv_cache(q, k, k, lens, table, backend="triton")
     near = k[table[0].long()].flatten(0, 1)[None, :150].transpose(1, 2).double()
-    assert relative_error(out, reference.dense(call_of(q.double(), near, near, Spec()))[0]) < 1e-2
+    assert relative_error(out, reference.dense(attention_call(q.double(), near, near))[0]) < 1e-2
 
 
 def test_one_cuda_graph_serves_every_length():
     case = CacheCase(B=4, Hq=8, S=900, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", new=1,
                      lens=(899, 0, 500, 3), page_size=16)  # fmt: skip
-    q, k, v, cache, spec = groups(case.fresh())
-    pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
-    cache = cache._replace(page_table=pages.view_as(cache.page_table))
+    call = case.fresh()
+    q, k, v = call[:3]
+    pages = torch.arange(call.operands.page_table.numel(), device="cuda", dtype=torch.int32)
+    call = call.changed(page_table=pages.view_as(call.operands.page_table))
     k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
-    decode.cache_forward(call_of(q, k, v, spec, cache=cache))
+    decode.cache_forward(call._replace(key=k, value=v))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = decode.cache_forward(call_of(q, k, v, spec, cache=cache))
+        captured = decode.cache_forward(call._replace(key=k, value=v))
     for step in range(5):
         q.normal_()
-        cache.key.normal_()
-        spec.kv_lens.random_(0, 899)
-        expected = reference.cache_forward(call_of(q, k.clone(), v.clone(), spec, cache=cache))[0]
+        call.operands.new_key.normal_()
+        call.operands.kv_lens.random_(0, 899)
+        expected = reference.cache_forward(call._replace(key=k.clone(), value=v.clone()))[0]
         graph.replay()
         assert relative_error(captured[0], expected) < 1e-2, step
 
@@ -133,8 +133,8 @@ def test_results_are_repeatable_and_batch_invariant():
         B=5, Hq=8, S=9000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         lens=(9000, 1, 0, 5000, 4097),
     )  # fmt: skip
-    q, k, v, _, spec = groups(case.fresh())
-    first, second = (decode.cache_forward(call_of(q, k, v, spec, cache=Cache())) for _ in range(2))
+    call = case.fresh()
+    first, second = (decode.cache_forward(call) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     together = assert_batch_invariant(decode, case)
     assert relative_error(together[0], first[0]) < 1e-2
@@ -144,13 +144,14 @@ def test_results_are_repeatable_and_batch_invariant():
 @pytest.mark.parametrize("Hkv", [1, 8])
 def test_batches(B, Hkv):
     lens = tuple((b * 7919 + 100) % 331 for b in range(B))
-    q, k, v, cache, spec = groups(CacheCase(
+    call = CacheCase(
         B=B, Hq=4 * Hkv, Hkv=Hkv, S=331, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
         lens=lens,
-    ).fresh())  # fmt: skip
-    out, lse = decode.cache_forward(call_of(q, k, v, spec, cache=cache))
-    clean = (x.nan_to_num(0.0).double() for x in (k, v))
-    expected, expected_lse = reference.dense(call_of(q.double(), *clean, spec))
+    ).fresh()  # fmt: skip
+    out, lse = decode.cache_forward(call)
+    clean = (x.nan_to_num(0.0).double() for x in call[:3])
+    dense = attention_call(*clean, kv_lens=call.operands.kv_lens)
+    expected, expected_lse = reference.dense(dense)
     assert relative_error(out, expected) < 1e-2
     torch.testing.assert_close(lse, expected_lse.float(), atol=1e-3, rtol=1e-3)
 
@@ -173,14 +174,16 @@ def test_concurrent_streams():
 
 
 def test_debugging_reports_pages_that_do_not_exist(monkeypatch):
-    q, k, v, cache, spec = groups(CacheCase(page_size=16, device="cuda", lens=(20, 20)).fresh())
-    table = cache.page_table.clone()
+    call = CacheCase(page_size=16, device="cuda", lens=(20, 20)).fresh()
+    q, k, v = call[:3]
+    t = call.operands
+    table = t.page_table.clone()
     table[1, 1] = 10**6
-    fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, table)
+    fa_ops.attention_with_kv_cache(q, k, v, t.kv_lens, table)
     monkeypatch.setattr(planning, "DEBUG", True)
     planning.forget()
     with pytest.raises(ValueError, match=r"page_table\[1, 1\] is 1000000"):
-        fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, table)
+        fa_ops.attention_with_kv_cache(q, k, v, t.kv_lens, table)
 
 
 def test_attention_with_few_queries_selects_the_decoding_kernel():
@@ -188,7 +191,8 @@ def test_attention_with_few_queries_selects_the_decoding_kernel():
     k = torch.randn(1, 2, 5000, 128, device="cuda", dtype=torch.bfloat16)
     options = {"is_causal": True, "backend": "triton"}
     assert fa_ops.explain(q, k, k, **options).kernel == "split-KV decoding"
-    expected = reference.dense(call_of(q.double(), k.double(), k.double(), Spec(is_causal=True)))[0]
+    call = attention_call(q.double(), k.double(), k.double(), is_causal=True)
+    expected = reference.dense(call)[0]
     for _ in range(2):
         assert relative_error(fa_ops.attention(q, k, k, **options), expected) < 1e-2
     lens = torch.tensor([300], device="cuda", dtype=torch.int32)
@@ -225,11 +229,17 @@ def test_left_padded_batches_select_the_decoding_kernel(Sq):
     lens = torch.tensor([3000, 1700, 2999], device="cuda", dtype=torch.int32)
     padding = torch.tensor([0, 1600, 2990], device="cuda", dtype=torch.int32)
     ranges = torch.stack([padding, lens], -1).view(3, 1, 1, 2)
-    spec = Spec(is_causal=True, kv_lens=lens, key_ranges=ranges)
     options = {"key_ranges": ranges, "backend": "triton"}
+
+    def oracle():
+        exact = q.double(), k.double(), k.double()
+        return reference.dense(
+            attention_call(*exact, is_causal=True, kv_lens=lens, key_ranges=ranges)
+        )
+
     explained = fa_ops.explain(q, k, k, is_causal=True, kv_lens=lens, **options)
     assert explained.kernel == "split-KV decoding"
-    expected = reference.dense(call_of(q.double(), k.double(), k.double(), spec))[0]
+    expected = oracle()[0]
     k[1, :, :1600] = float("nan")
     for _ in range(2):
         out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, **options)
@@ -238,7 +248,7 @@ def test_left_padded_batches_select_the_decoding_kernel(Sq):
         assert relative_error(out, expected) < 1e-2
     ranges[1, 0, 0, 0] = 1690  # a repeated call reads it anew
     k = k.nan_to_num(0.0)
-    expected = reference.dense(call_of(q.double(), k.double(), k.double(), spec))[0]
+    expected = oracle()[0]
     out = fa_ops.attention_with_kv_cache(q, k, k, lens, None, True, **options)
     assert relative_error(out, expected) < 1e-2
     out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, **options)
@@ -247,16 +257,16 @@ def test_left_padded_batches_select_the_decoding_kernel(Sq):
 
 def test_repeated_calls_read_new_values():
     case = CacheCase(dtype=torch.bfloat16, D=64, Dv=64, device="cuda", new=1, S=900)
-    q, k, v, cache, spec = groups(case.fresh())
+    call = case.fresh()
+    q, k, v = call[:3]
+    t = call.operands
     k, v = k.nan_to_num(0.1), v.nan_to_num(0.1)
     versions = k._version
     for step in range(3):
         q.normal_()
-        spec.kv_lens.fill_(10 * step + 5)
-        plain = reference.cache_forward(call_of(q, k.clone(), v.clone(), spec, cache=cache))[0]
-        out = fa_ops.attention_with_kv_cache(
-            q, k, v, spec.kv_lens, key=cache.key, value=cache.value
-        )
+        t.kv_lens.fill_(10 * step + 5)
+        plain = reference.cache_forward(call._replace(key=k.clone(), value=v.clone()))[0]
+        out = fa_ops.attention_with_kv_cache(q, k, v, t.kv_lens, key=t.new_key, value=t.new_value)
         assert relative_error(out, plain) < 1e-2
     assert k._version >= versions + 3
 
@@ -277,8 +287,8 @@ READS = {"rotary": 0, "fp8": False, "num_splits": 0, "batch_invariant": False, "
 
 
 def check(case):
-    q, k, v, cache, spec = groups(case.fresh())
-    assert triton.plan(call_of(q, k, v, spec, cache=cache)).kernel.endswith("forward")
+    call = case.fresh()
+    assert triton.plan(call).kernel.endswith("forward")
     assert_cache_close(case, "triton")
 
 

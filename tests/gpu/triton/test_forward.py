@@ -12,7 +12,7 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import configs, launch, matrix_products, short_rows
-from fa_ops.call.call import Saved
+from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import (
     Case,
     PackedCase,
@@ -22,7 +22,6 @@ from fa_ops.testing import (
     random_case,
 )
 from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS
-from tests.groups import Packing, Spec, call_of
 from tests.kernels import DTYPES, assert_merges, assert_merges_into, relative_error
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
@@ -70,10 +69,10 @@ def test_packed(seed):
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_long_sequences(D, causal):
     q, k, v = tensors(1, 3, 4096 + 7, D)
-    out, lse = backend.forward(call_of(q, k, v, Spec(is_causal=causal)))
+    out, lse = backend.forward(attention_call(q, k, v, is_causal=causal))
     for h in range(3):
         one = (x[:, h : h + 1].double() for x in (q, k, v))
-        expected, expected_lse = reference.dense(call_of(*one, Spec(is_causal=causal)))
+        expected, expected_lse = reference.dense(attention_call(*one, is_causal=causal))
         assert relative_error(out[:, h : h + 1], expected) < 5e-3
         assert (lse[:, h : h + 1] - expected_lse).abs().max() < 1e-4
 
@@ -81,8 +80,8 @@ def test_long_sequences(D, causal):
 @pytest.mark.usefixtures("nan_poisoned_outputs")
 def test_more_programs_than_the_limit_of_a_grid_dimension():
     q, k, v = tensors(70000, 2, 3, 16)
-    out, _ = backend.forward(call_of(q, k, v, Spec()))
-    expected, _ = reference.dense(call_of(*(x[-1:].double() for x in (q, k, v)), Spec()))
+    out, _ = backend.forward(attention_call(q, k, v))
+    expected, _ = reference.dense(attention_call(*(x[-1:].double() for x in (q, k, v))))
     assert relative_error(out[-1:], expected) < 1e-2
 
 
@@ -93,11 +92,11 @@ def test_strides_beyond_32_bits():
     rows = buffer.as_strided((1, 1, 129, 64), (0, 0, far, 1))
     heads = buffer.as_strided((1, 2, 129, 64), (0, 1 << 31, 64, 1))
     for x in (rows, heads):
-        out, _ = backend.forward(call_of(x, x, x, Spec(is_causal=True)))
+        out, _ = backend.forward(attention_call(x, x, x, is_causal=True))
         dense = x.double()
         assert (
             relative_error(
-                out, reference.dense(call_of(dense, dense, dense, Spec(is_causal=True)))[0]
+                out, reference.dense(attention_call(dense, dense, dense, is_causal=True))[0]
             )
             < 1e-2
         )
@@ -109,9 +108,9 @@ def test_unaligned_addresses(offset):
     q, k, v = (
         torch.cat([x.flatten()[:offset], x.flatten()])[offset:].view_as(x) for x in tensors()
     )
-    out, _ = backend.forward(call_of(q, k, v, Spec()))
+    out, _ = backend.forward(attention_call(q, k, v))
     assert (
-        relative_error(out, reference.dense(call_of(q.double(), k.double(), v.double(), Spec()))[0])
+        relative_error(out, reference.dense(attention_call(q.double(), k.double(), v.double()))[0])
         < 1e-2
     )
 
@@ -124,19 +123,19 @@ def test_nan_outside_kv_lens_and_key_ranges_has_no_effect():
         k[b, :, length:] = float("nan")
         v[b, :, length:] = float("nan")
     ranges = torch.stack([torch.zeros_like(lens), lens], -1).view(2, 1, 1, 2)
-    for spec in (Spec(kv_lens=lens), Spec(key_ranges=ranges), Spec(kv_lens=lens, softcap=5.0)):
-        out, lse = backend.forward(call_of(q, k, v, spec))
+    for options in ({"kv_lens": lens}, {"key_ranges": ranges}, {"kv_lens": lens, "softcap": 5.0}):
+        out, lse = backend.forward(attention_call(q, k, v, **options))
         assert bool(out.isfinite().all() and lse.isfinite().all())
 
 
 @pytest.mark.usefixtures("nan_poisoned_outputs")
 def test_tf32_is_used_only_if_torch_allows_it(monkeypatch):
     q, k, v = tensors(1, 2, 300, 64, torch.float32)
-    expected, _ = reference.dense(call_of(q.double(), k.double(), v.double(), Spec()))
+    expected, _ = reference.dense(attention_call(q.double(), k.double(), v.double()))
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    exact = relative_error(backend.forward(call_of(q, k, v, Spec()))[0], expected)
+    exact = relative_error(backend.forward(attention_call(q, k, v))[0], expected)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    fast = relative_error(backend.forward(call_of(q, k, v, Spec()))[0], expected)
+    fast = relative_error(backend.forward(attention_call(q, k, v))[0], expected)
     assert exact < 1e-6 < 5e-5 < fast < 5e-3
 
 
@@ -148,9 +147,9 @@ def test_cuda_graphs_replay_with_new_inputs():
     tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
 
     def run():
-        dense = backend.forward(call_of(q, k, v, Spec(is_causal=True, kv_lens=lens)))
+        dense = backend.forward(attention_call(q, k, v, is_causal=True, kv_lens=lens))
         return *dense, *backend.varlen_forward(
-            call_of(*tokens, Spec(), packing=Packing(ends, ends))
+            attention_call(*tokens, cu_seqlens_q=ends, cu_seqlens_k=ends)
         )
 
     run()
@@ -168,14 +167,14 @@ def test_cuda_graphs_replay_with_new_inputs():
 @pytest.mark.usefixtures("nan_poisoned_outputs")
 def test_concurrent_streams():
     problems = [tensors(1, 4, 300 + 50 * n, 64, seed=n) for n in range(2)]
-    expected = [backend.forward(call_of(*p, Spec(is_causal=True))) for p in problems]
+    expected = [backend.forward(attention_call(*p, is_causal=True)) for p in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     results = [[] for _ in problems]
     for _ in range(20):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[n].append(backend.forward(call_of(*problems[n], Spec(is_causal=True))))
+                results[n].append(backend.forward(attention_call(*problems[n], is_causal=True)))
     torch.cuda.synchronize()
     for n, of_problem in enumerate(results):
         for result in of_problem:
@@ -186,8 +185,8 @@ def test_concurrent_streams():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_inputs_on_another_than_the_current_device():
     q, k, v = tensors()
-    current, _ = backend.forward(call_of(q, k, v, Spec()))
-    other, _ = backend.forward(call_of(*(x.to("cuda:1") for x in (q, k, v)), Spec()))
+    current, _ = backend.forward(attention_call(q, k, v))
+    other, _ = backend.forward(attention_call(*(x.to("cuda:1") for x in (q, k, v))))
     assert torch.equal(current, other.to("cuda:0")) and other.device.index == 1
 
 
@@ -196,7 +195,7 @@ def test_other_lengths_and_scales_do_not_recompile():
     compiled = set()
     for length in (1, 40, 128, 1000, 4099):
         q, k, v = tensors(1, 2, length)
-        backend.forward(call_of(q, k, v, Spec(is_causal=True, scale=1.0 / length)))
+        backend.forward(attention_call(q, k, v, is_causal=True, scale=1.0 / length))
         compiled.add(len(host._launches))
     assert len(compiled) == 1
 
@@ -204,15 +203,15 @@ def test_other_lengths_and_scales_do_not_recompile():
 @pytest.mark.usefixtures("nan_poisoned_outputs")
 def test_an_unknown_launch_convention_warns_and_works(monkeypatch):
     q, k, v = tensors()
-    expected = backend.forward(call_of(q, k, v, Spec(is_causal=True)))
+    expected = backend.forward(attention_call(q, k, v, is_causal=True))
     monkeypatch.setattr(host, "_launches", {})
     monkeypatch.setattr(launch, "_CONVENTION", ("self", "something", "else"))
     with pytest.warns(UserWarning, match="takes other parameters"):
-        found = backend.forward(call_of(q, k, v, Spec(is_causal=True)))
+        found = backend.forward(attention_call(q, k, v, is_causal=True))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        backend.forward(call_of(q, k, v, Spec(is_causal=True)))
+        backend.forward(attention_call(q, k, v, is_causal=True))
 
 
 @pytest.mark.usefixtures("nan_poisoned_outputs")
@@ -280,11 +279,11 @@ def test_large_calls_take_parts_and_are_exact(D):
     q, k, v, grad = (torch.randn(1, 4, 2048, D, device="cuda") for _ in range(4))
     mode = matrix_products.products(q, 4 * 2048 * 2048, D, D, 0.0)
     assert (mode == "split") == matrix_products.has_fast_parts(launch.architecture(q.device))
-    spec = Spec(is_causal=True)
-    out, lse = backend.forward(call_of(q, k, v, spec))
-    grads = backend.backward(call_of(q, k, v, spec, saved=Saved(grad, None, out, lse)))[:3]
+    call = attention_call(q, k, v, is_causal=True)
+    out, lse = backend.forward(call)
+    grads = backend.backward(call._replace(saved=Saved(grad, None, out, lse)))[:3]
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    expected, _ = reference.dense(call_of(*leaves, spec))
+    expected, _ = reference.dense(attention_call(*leaves, is_causal=True))
     exact = torch.autograd.grad(expected, leaves, grad.double())
     for found, wanted in zip((out, *grads), (expected.detach(), *exact), strict=True):
         assert relative_error(found, wanted) < 2e-6
@@ -292,9 +291,9 @@ def test_large_calls_take_parts_and_are_exact(D):
 
 def test_nan_reaches_only_rows_that_attend_it(in_parts):
     q, k, v = (torch.randn(1, 2, 300, 64, device="cuda") for _ in range(3))
-    expected = backend.forward(call_of(q, k, v, Spec(is_causal=True)))[0]
+    expected = backend.forward(attention_call(q, k, v, is_causal=True))[0]
     k[:, :, 200], v[:, :, 210] = float("nan"), float("inf")
-    out = backend.forward(call_of(q, k, v, Spec(is_causal=True)))[0]
+    out = backend.forward(attention_call(q, k, v, is_causal=True))[0]
     torch.testing.assert_close(out[:, :, :200], expected[:, :, :200], atol=2e-6, rtol=0.0)
     assert bool(out[:, :, 200:].isnan().all())
 
@@ -306,10 +305,10 @@ def test_keys_far_below_a_sink_have_no_weight(D, dtype, in_parts):
     q = torch.randn(1, 2, 40, D, device="cuda").mul(100).round().to(dtype)
     k = torch.randn(1, 2, 70, D, device="cuda").abs().mul(100).round().to(dtype)
     q, v = -q.abs(), torch.randn_like(k)
-    spec = Spec(sinks=torch.tensor([0.5, -3.0], device="cuda"), scale=1e5 / 3)
-    out, lse = backend.forward(call_of(q, k, v, spec))
+    sinks = torch.tensor([0.5, -3.0], device="cuda")
+    out, lse = backend.forward(attention_call(q, k, v, sinks=sinks, scale=1e5 / 3))
     assert not out.any()
-    assert torch.equal(lse, spec.sinks[None, :, None].expand_as(lse))
+    assert torch.equal(lse, sinks[None, :, None].expand_as(lse))
 
 
 # Short rows with a bias on a GPU: the oracle, repeated gradients, the choice of a backend.
