@@ -62,6 +62,7 @@ class Recording(NamedTuple):
     operators: Operators
     plan: Prepared
     with_lse: bool
+    forward_mode: bool = False  # whether tangents may be asked for
 
 
 def needs_grad(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> bool:
@@ -84,7 +85,7 @@ def forward(
     )
     is_next = library.is_device_kernel_next(keyset.raw_repr())
     recorded = needs_grad(q, k, v, operands)
-    if library.is_forward_mode():
+    if forward_mode := library.is_forward_mode():
         recorded |= _has_tangent(operators, operator, q, k, v, operands)
     if not recorded:
         if not is_next:
@@ -97,7 +98,7 @@ def forward(
         call = signature.call(None, None, None, NO_OPERANDS, scalars)
         run = partial(_redispatch, operators.forward, keyset, call)
         plan = Prepared(run, signature, call.options, scalars, operand_set(operands))
-    recording = Recording(operators, plan, with_lse)
+    recording = Recording(operators, plan, with_lse, forward_mode)
     return library.apply(Attention, recording, q, k, v, *plan.operands.select(operands))
 
 
@@ -133,7 +134,7 @@ class Attention(library.SingleLevelFunction):
             operands = new_operands(plan.operands.places((*tensors, None)))
         out, lse = plan.run(q, k, v, operands, True)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        if library.is_forward_mode():
+        if recording.forward_mode:
             ctx.save_for_forward(q, k, v, out, lse, *tensors)
         ctx.recording = recording
         ctx.set_materialize_grads(False)
@@ -143,7 +144,8 @@ class Attention(library.SingleLevelFunction):
     def jvp(ctx, _, q_t, k_t, v_t, *others_t):
         """Tangents of the results, by the operator."""
         q, k, v, out, lse, *others = ctx.saved_tensors
-        (operators, plan, with_lse), given = ctx.recording, {"query": q, "key": k, "value": v}
+        operators, plan, with_lse, _ = ctx.recording
+        given = {"query": q, "key": k, "value": v}
         given |= {"out": out, "lse": lse, "query_t": q_t, "key_t": k_t, "value_t": v_t}
         for name, x, t in zip(plan.operands.names, others, others_t):
             given |= {name: x, f"{name}_t": t}

@@ -12,6 +12,7 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor, func
 from torch.autograd import functional, gradcheck, gradgradcheck
 from torch.library import opcheck
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -227,6 +228,38 @@ def test_gradcheck_of_packed_sequences():
         return varlen.VARLEN(q, k, v, ends_q, ends_k, is_causal=True, sinks=sinks, **options)
 
     assert_gradchecks(attend, x, fast_mode=True)
+
+
+def samples(info, device, dtype, requires_grad, **kwargs):
+    """Sample inputs of torch's own tests of operators."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype).requires_grad_(requires_grad)
+
+    for Hq, options in ((1, {}), (2, {"is_causal": True}), (2, {"window": (2, 1), "softcap": 2.0})):
+        args = draw(2, 1, 5, 3), draw(2, 1, 5, 2)
+        yield SampleInput(draw(2, Hq, 4, 3), args=args, kwargs=options)
+    bias, sinks = draw(1, 1, 4, 5), draw(2)
+    yield SampleInput(
+        draw(2, 2, 4, 3), args=(draw(2, 1, 5, 3), draw(2, 1, 5, 2), bias), kwargs={"sinks": sinks}
+    )
+
+
+INFO = OpInfo(
+    "fa_ops.attention", op=fa_ops.attention, aten_name="attention", dtypes={torch.float64},
+    sample_inputs_func=samples, supports_out=False, supports_forward_ad=True,
+    supports_fwgrad_bwgrad=True, supports_gradgrad=True,
+)  # fmt: skip
+
+
+def test_samples_of_an_opinfo():
+    """As torch's tests of gradients run them."""
+    assert INFO.supports_forward_ad and INFO.supports_fwgrad_bwgrad and INFO.supports_gradgrad
+    found = list(INFO.sample_inputs("cpu", torch.float64, requires_grad=True))
+    assert len(found) == 4
+    for sample in found:
+        given = [x for x in (sample.input, *sample.args) if isinstance(x, Tensor)]
+        assert_gradchecks(partial(fa_ops.attention, **sample.kwargs), given, fast_mode=True)
 
 
 def test_public_functions():
