@@ -16,7 +16,7 @@ from fa_ops.call.call import PROGRAMMED, Call
 from fa_ops.call.options import NO_OPERANDS, Operands
 from fa_ops.call.python_types import Window, need_bool, need_tensor, read_scale, sides
 from fa_ops.functions.attention import DENSE_FUNCTION
-from fa_ops.ops import autocast, programmed
+from fa_ops.ops import autocast, library, programmed
 from fa_ops.ops.eager import PublicFunction, run
 from fa_ops.programs import tiles
 from fa_ops.programs.expressions import BOOL, INT, Expressions, Node, order
@@ -129,14 +129,29 @@ def flex_attention(
         key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
         given = given._replace(key=key, value=value)
     with_lse = return_lse or bool(getattr(return_aux, "lse", False))
-    call = described(given)
-    results = run(query, key, value, call.operands, call.scalars, call.function, with_lse)
+    results = _attend(given, with_lse)
     if return_aux is None:
         return results
     from torch.nn.attention.flex_attention import AuxOutput
 
     out, lse = results if with_lse else (results, None)
     return out, AuxOutput(lse=lse, max_scores=None)
+
+
+def _attend(given: Arguments, with_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """out, or (out, lse)."""
+    call = described(given)
+    return run(*given[:3], call.operands, call.scalars, call.function, with_lse)
+
+
+def _leave_to_python() -> None:
+    """Keep TorchDynamo from tracing how functions are read, which it cannot."""
+    global _attend
+    reason = "fa_ops.flex_attention reads its functions in Python; torch.export with strict=False "
+    _attend = torch._dynamo.disable(_attend, reason=reason + "records what it calls")
+
+
+library.after_import("torch._dynamo", _leave_to_python)
 
 
 def _shares_keys(query: Tensor, key: Tensor, value: Tensor) -> bool:
