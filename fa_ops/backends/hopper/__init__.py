@@ -27,6 +27,7 @@ from fa_ops.call.call import (
     DENSE,
     PACKED,
     PAGED,
+    PROGRAMMED,
     QUANTIZED,
     QUANTIZED_PACKED,
     Call,
@@ -79,7 +80,7 @@ def available_error() -> str | None:
 def supports(call: Call) -> str | None:
     """Why the backend cannot run the call, or None."""
     signature = call.signature
-    if call.is_programmed:
+    if signature is PROGRAMMED:
         return f"does not run programs of score_mod and mask_mod; {_ALTERNATIVE}"
     if call.tangents is not None:
         return f"has no kernels for tangents; {_ALTERNATIVE}"
