@@ -33,7 +33,8 @@ CAPTION = (
 MEANING = (
     "\nAll modes give the same tokens. In a prefill of 2048 tokens the matrix products of this "
     "small model are three times as much work as its attention, so attention cannot gain much, on "
-    "a CPU least of all. What attention alone gains on an H200: docs/performance/index.md"
+    "a CPU least of all. What attention alone gains on an H200 is in the documentation, under "
+    "Performance."
 )
 
 
