@@ -9,7 +9,7 @@ import torch
 import fa_ops
 from fa_ops.call.call import DENSE
 from fa_ops.call.options import NO_OPERANDS, Operands, operand_set
-from fa_ops.functions.attention import _ATTENTION
+from fa_ops.functions.attention import DENSE_FUNCTION
 from fa_ops.functions.kv_cache import _CACHED
 from fa_ops.ops import eager, library
 from fa_ops.ops.library import Route
@@ -70,7 +70,7 @@ def kept(monkeypatch):
 def fresh(*call):
     """What is found without any earlier call."""
     recognition.last_calls.clear()
-    return eager.find(_ATTENTION, *call)
+    return eager.find(DENSE_FUNCTION, *call)
 
 
 @pytest.mark.parametrize("first", CALLS)
@@ -79,7 +79,7 @@ def test_calls_that_are_not_alike_are_told_apart(first):
         expected = fresh(*CALLS[second])
         recognition.last_calls.clear()
         for name in (first, first, second, second, first, second):
-            found = eager.find(_ATTENTION, *CALLS[name])
+            found = eager.find(DENSE_FUNCTION, *CALLS[name])
             if name == second:
                 assert found.route is expected.route and found.plan is expected.plan, second
 
@@ -88,7 +88,7 @@ def test_settings_tell_calls_apart(monkeypatch):
     call = CALLS["needs gradients"]
 
     def found():
-        return [eager.find(_ATTENTION, *call) for _ in range(3)]
+        return [eager.find(DENSE_FUNCTION, *call) for _ in range(3)]
 
     recorded = found()
     with torch.no_grad():
@@ -123,20 +123,20 @@ def test_calls_without_gradients_have_no_plan_that_records():
 def test_repeated_calls_describe_no_geometry(monkeypatch, names):
     calls = [CALLS[name] for name in names]
     for call in calls:
-        eager.find(_ATTENTION, *call)
+        eager.find(DENSE_FUNCTION, *call)
     monkeypatch.setattr(planning, "key_of", None)
     for call in calls * 2:
         again = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad)
                  for t in call[3]]  # fmt: skip
         tensors = call[3] if call[3] is NO_OPERANDS else type(call[3])(*again)
-        assert eager.find(_ATTENTION, *call[:3], tensors, call[4]).plan is not None
+        assert eager.find(DENSE_FUNCTION, *call[:3], tensors, call[4]).plan is not None
 
 
 def test_tensors_of_another_type_are_recognised_after_two_calls(monkeypatch):
     for name in ("needs gradients", "needs gradients", "parameters", "parameters"):
-        eager.find(_ATTENTION, *CALLS[name])
+        eager.find(DENSE_FUNCTION, *CALLS[name])
     monkeypatch.setattr(planning, "key_of", None)
-    assert eager.find(_ATTENTION, *CALLS["parameters"]).route is Route.RECORD
+    assert eager.find(DENSE_FUNCTION, *CALLS["parameters"]).route is Route.RECORD
 
 
 def test_alternating_geometries_are_compared_with_tests_that_exist(monkeypatch):
@@ -146,7 +146,7 @@ def test_alternating_geometries_are_compared_with_tests_that_exist(monkeypatch):
     )
     names = itertools.islice(itertools.cycle(("plain", "other length")), 10)
     for name in names:
-        eager.find(_ATTENTION, *CALLS[name])
+        eager.find(DENSE_FUNCTION, *CALLS[name])
     assert len(made) == 2
 
 
