@@ -145,9 +145,9 @@ def short_forward_kernel(
                         k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq,
                         group, b, h, m0 + more, 0, Sq, 0, Sk, Sq, scale, None, mask, mask_stride_b,
                         mask_stride_h, mask_stride_q, mask_stride_k, None, 0, 0, 0, 0, None, 0,
-                        None, None, None, 0, 0, 0, None, None, None, None, None, None, 0, 0, False,
-                        D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS, EXACT_KEYS, False, False, "ieee",
-                        0, False, True,
+                        None, None, None, 0, 0, 0, None, None, None, None, None, None, None, None,
+                        0, 0, False, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS, EXACT_KEYS, False,
+                        False, "ieee", 0, False, None, True,
                     )  # fmt: skip
 
 
@@ -296,9 +296,9 @@ def short_backward_kernel(
                     grad_out_stride_s, out_stride_b, out_stride_h, out_stride_s, dq_stride_b,
                     dq_stride_h, dq_stride_s, batch, Hq, 1, b, h, 0, 0, Sq, 0, Sk, Sq, scale, None,
                     mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, None, 0, 0,
-                    0, 0, None, 0, None, None, 0, 0, 0, None, None, None, None, None, False, D, Dv,
-                    BLOCK_D, BLOCK_DV, BLOCK_M, 2 * exact_size(q.dtype.element_ty), False, False,
-                    "ieee", False, True,
+                    0, 0, None, 0, None, None, 0, 0, 0, None, None, None, None, None, None, None,
+                    False, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, 2 * exact_size(q.dtype.element_ty),
+                    False, False, "ieee", None, None, False, True,
                 )  # fmt: skip
                 key_value_grad_block(
                     q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h,
@@ -307,9 +307,9 @@ def short_backward_kernel(
                     dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s,
                     batch, Hq, 1, b, h, 0, 0, Sq, 0, Sk, Sq, scale, None, mask, mask_stride_b,
                     mask_stride_h, mask_stride_q, mask_stride_k, None, 0, 0, 0, 0, None, 0, None,
-                    None, 0, 0, 0, None, None, None, None, None, False, D, Dv, BLOCK_D, BLOCK_DV,
-                    2 * exact_size(q.dtype.element_ty), BLOCK_N, False, False, "ieee", True,
-                    True, False, True,
+                    None, 0, 0, 0, None, None, None, None, None, None, None, False, D, Dv, BLOCK_D,
+                    BLOCK_DV, 2 * exact_size(q.dtype.element_ty), BLOCK_N, False, False, "ieee",
+                    None, None, True, True, False, True,
                 )  # fmt: skip
 
 
