@@ -378,6 +378,21 @@ def test_nan_affects_only_what_attends_it():
     assert grads.query[:, :, -1].isnan().all() and grads.key.isnan().any()
 
 
+@pytest.mark.parametrize("size", ["Sq", "Sk", "D", "Dv"])
+def test_sizes_of_zero(size):
+    """Tangents of calls with nothing to compute are those of the oracle."""
+    sizes = {"Sq": 3, "Sk": 4, "D": 8, "Dv": 8} | {size: 0}
+    call = with_saved(make_case(**sizes, sinks=True, mask="float", dtype=torch.float64).fresh())
+    t = drawn_tangents(call)
+    y_t = tuple(map(torch.randn_like, call.saved[:2]))
+    found = [derivatives(call.changed(backend=name), t, y_t) for name in ("cpu", "reference")]
+    assert_same(*found)
+    if size == "Sk":  # lse is the sink
+        (_, lse_t, dot), _ = found[0]
+        assert_same(lse_t, t.sinks.view(-1, 1).expand_as(lse_t).contiguous())
+        assert not dot.any()
+
+
 def test_memory_is_linear():
     """No tensor that the CPU backend makes has the size of the scores."""
     sizes = {}
