@@ -11,6 +11,7 @@ from fa_ops.functions.explain import explain
 from fa_ops.functions.flex import flex_attention, mask_tiles
 from fa_ops.functions.kv_cache import attention_with_kv_cache
 from fa_ops.functions.quantized import quantized_attention
+from fa_ops.functions.selected import attention_selected, attention_selected_tokens
 from fa_ops.ops.rules import SAC_OPS
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ __version__ = "0.1.0"
 __all__ = [
     "SAC_OPS",
     "attention",
+    "attention_selected",
+    "attention_selected_tokens",
     "attention_varlen",
     "attention_with_kv_cache",
     "compat",

@@ -41,6 +41,7 @@ TOP = {
         "fa_ops.backends.mask_blocks",
         "fa_ops.backends.quantization",
         "fa_ops.backends.rotary",
+        "fa_ops.backends.selected",
     ),
     "fa_ops.distributed": (*FUNCTIONS, "fa_ops.distributed", "fa_ops.backends.dropout"),
     "fa_ops.distributed.peer_memory": (

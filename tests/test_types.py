@@ -49,6 +49,10 @@ class Layer(torch.nn.Module):
         assert_type(fa_ops.attention_with_kv_cache(q, k, v, ends, return_lse=True), Pair)
         assert_type(fa_ops.quantized_attention(q, k, v, qk_dtype=torch.int8), Tensor)
         assert_type(fa_ops.quantized_attention(q, k, v, return_lse=True), Pair)
+        assert_type(fa_ops.attention_selected(q, k, v, ends, block_size=32), Tensor)
+        assert_type(fa_ops.attention_selected(q, k, v, ends, return_lse=True), Pair)
+        assert_type(fa_ops.attention_selected_tokens(q, k, v, ends, counts=ends), Tensor)
+        assert_type(fa_ops.attention_selected_tokens(q, k, v, ends, return_lse=True), Pair)
         parallel = fa_ops.distributed.context_parallel_attention
         assert_type(parallel(q, k, v, scheme="ring", is_causal=True), Tensor)
         assert_type(parallel(q, k, v, return_lse=True), Pair)
@@ -159,6 +163,8 @@ def test_pyright_accepts_users_code(tmp_path):
         (fa_ops.attention_varlen, python_types.PackedOptions, ""),
         (fa_ops.attention_with_kv_cache, python_types.CachedOptions, ""),
         (fa_ops.quantized_attention, python_types.QuantizedOptions, ""),
+        (fa_ops.attention_selected, python_types.SelectedOptions, ""),
+        (fa_ops.attention_selected_tokens, python_types.SelectedTokensOptions, ""),
         (
             fa_ops.distributed.context_parallel_attention, python_types.ContextParallelOptions,
             "layout transport check timeout",

@@ -38,7 +38,33 @@ def keep_mask(call: Call) -> Tensor:
     if t.attn_mask is not None:
         bias = t.attn_mask
         keep = keep & (bias if bias.dtype == torch.bool else bias != float("-inf"))
-    return keep
+    return keep if t.block_indices is None else keep & _listed(call)
+
+
+def _listed(call: Call) -> Tensor:
+    """Bool (B, Hq or 1, Sq, Sk), True where the block of a key is in a query's list."""
+    t, o, Sq, Sk = call.operands, call.options, call.query.shape[2], call.key.shape[2]
+    i, j = (torch.arange(n, device=call.query.device) for n in (Sq, Sk))
+    first, end = torch.zeros_like(i), torch.full_like(i, Sk)  # of the sequence of each query
+    if t.cu_seqlens is not None:
+        end = torch.zeros_like(i)
+        ends = t.cu_seqlens.clamp(0, Sk).cummax(0).values.tolist()
+        for start, stop in zip(ends, ends[1:]):
+            first[start:stop], end[start:stop] = start, stop
+    block = (j - first[:, None]).div(o.block_size, rounding_mode="floor")
+    is_inside = (j >= first[:, None]) & (j < end[:, None])
+    lists = t.block_indices.repeat_interleave(o.query_block, 2)[:, :, :Sq]
+    keep = torch.zeros((*lists.shape[:3], Sk), dtype=torch.bool, device=j.device)
+    for at in range(lists.shape[3]):
+        is_equal = lists[..., at, None] == block
+        if t.counts is not None:
+            counts = t.counts.repeat_interleave(o.query_block, 2)[:, :, :Sq, None]
+            is_equal = is_equal & (at < counts)
+        keep |= is_equal
+    heads = keep.shape[1]
+    return (keep & is_inside).repeat_interleave(
+        1 if heads == 1 else call.query.shape[1] // heads, 1
+    )
 
 
 def key_lengths(call: Call) -> Tensor:

@@ -85,6 +85,10 @@ PROGRAMMED = Signature(  # (B, H, S, D) tensors whose scores a program changes
     ("attn_mask", "sinks", "kv_lens", "key_ranges", "term_values", "term_indices", "tile_runs"),
     ("program",),
 )  # fmt: skip
+SELECTED = Signature(  # (B, H, S, D) tensors, where queries attend blocks of keys that lists name
+    "selected", ("sinks", "key_ranges", "block_indices", "counts", "cu_seqlens"),
+    ("block_size", "query_block"), ("block_indices",),
+)  # fmt: skip
 QUANTIZED = Signature(  # (B, H, S, D) tensors whose products are of 8-bit numbers
     "quantized", ("sinks", "kv_lens", "key_ranges", *_SCALES),
     ("qk_dtype", "smooth_key", "rotate"), eight_bits=True,
@@ -167,11 +171,16 @@ class Call(NamedTuple):
         return self.operands.page_table is not None
 
     @property
+    def is_selected(self) -> bool:
+        """Whether lists of blocks name the keys of each query."""
+        return self.operands.block_indices is not None or self.options.block_size != 0
+
+    @property
     def is_dense(self) -> bool:
         """Whether all three are (B, H, S, D), and nothing above is true."""
-        t, o = self.operands, self.options
+        o = self.options
         others = o.packed or o.over_cache or o.eight_bits or o.program is not None
-        return t.page_table is None and not others
+        return not (others or self.is_selected or self.is_paged)
 
     @property
     def is_programmed(self) -> bool:
@@ -199,7 +208,9 @@ class Call(NamedTuple):
             return CACHED
         if o.packed:
             return PACKED if t.page_table is None else PAGED
-        return DENSE if o.program is None else PROGRAMMED
+        if o.program is not None:
+            return PROGRAMMED
+        return SELECTED if self.is_selected else DENSE
 
     @property
     def num_keys(self) -> int:
@@ -212,9 +223,9 @@ class Call(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Whether there are no queries or no keys, and nothing to write."""
-        q, k = self.query, self.key
+        q, k, lists = self.query, self.key, self.operands.block_indices
         if not self.options.over_cache:
-            return not (q.numel() and k.numel())
+            return not (q.numel() and k.numel() and (lists is None or lists.numel()))
         table = self.operands.page_table
         has_room = k.numel() > 0 and (table is None or table.numel() > 0)
         return not has_room or (self.operands.new_key is None and not q.numel())
@@ -407,7 +418,7 @@ def append_then_attend(writer: Plan, attend: Plan, name: str = "") -> Plan:
             left = new_operands((
                 None, t.alibi_slopes, t.sinks, kv_lens, t.key_ranges, None, None, None, None,
                 t.page_table, None, None, None, t.k_scale, t.v_scale, None, None, t.unified_max,
-                None, None, None,
+                None, None, None, None, None, None,
             ))  # fmt: skip
             return run(q, k, v, left, with_lse)
 

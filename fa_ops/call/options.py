@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 512  # of all kernels but those that decode over a latent cache
 MAX_QUANTIZED_HEAD_DIM = 256  # of products of 8-bit numbers
 MAX_LENGTH = 2**29  # queries or keys, so that sums of windows and positions fit 32 bits
+MAX_BLOCK = 2**20  # keys of a block, and queries that share a list of blocks
 MASK_BLOCK = 128  # queries, and keys, of a tile that `mask_blocks` lists
 ALIGNMENT = 16  # bytes: TMA and the widest loads read rows that start at multiples
 MAX_DECODING_QUERIES = 16  # with so few queries, keys are split among CTAs
@@ -60,6 +61,11 @@ class Operands(NamedTuple):
     term_indices: Tensor | None = None
     # int32 (B or 1, H or 1, m, 1 + 2 MAX_RUNS): runs of tiles that the program's mask may keep
     tile_runs: Tensor | None = None
+    # Blocks of keys that queries attend, int32 (B, Hkv or 1, ceil(Sq / query_block), n), and how
+    # many of each list count, int32, the same without n.
+    block_indices: Tensor | None = None
+    counts: Tensor | None = None
+    cu_seqlens: Tensor | None = None  # int32 (N + 1,), of sequences in the only row of a batch
 
 
 NO_OPERANDS = Operands()  # of calls without any, which compare with it by identity
@@ -122,6 +128,8 @@ class Options(NamedTuple):
     qk_dtype: torch.dtype | None = None  # of quantised query and key; None: int8
     smooth_key: bool = True  # subtract the mean of the keys, which no weight depends on
     rotate: bool = False  # rotate the features of query and key alike
+    block_size: int = 0  # keys of a block that `block_indices` lists
+    query_block: int = 1  # queries that share a list
     packed: bool = False  # query is (T, H, D), tokens of sequences that follow one another
     over_cache: bool = False  # key and value are a cache
     eight_bits: bool = False  # the products are of 8-bit numbers

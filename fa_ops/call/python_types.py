@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import backend_option
-from fa_ops.call.call import CACHED, Call, Signature
+from fa_ops.call.call import CACHED, SELECTED, Call, Signature
 from fa_ops.call.options import NO_OPERANDS, Operands, bounded, dtype_name
 from fa_ops.tracing import can_read, is_compiling, is_differentiated, is_traced_by_dynamo
 
@@ -95,6 +95,26 @@ class QuantizedOptions(ScoreOptions, total=False):
     rotate: bool
 
 
+class SelectedTokensOptions(TypedDict, total=False):
+    """Those of `attention_selected_tokens`."""
+
+    counts: Tensor | None
+    scale: float | Tensor | None
+    sinks: Tensor | None
+    backend: str | None
+
+
+class SelectedOptions(SelectedTokensOptions, total=False):
+    """Those of `attention_selected`."""
+
+    block_size: int
+    query_block: int
+    is_causal: bool
+    key_ranges: Tensor | None
+    cu_seqlens: Tensor | None
+    deterministic: bool
+
+
 class ContextParallelOptions(ScoreOptions, total=False):
     """Those of `context_parallel_attention`, but for its layout and what concerns the processes."""
 
@@ -156,6 +176,9 @@ def checked_call(
             changes[name] = need_int(name, longest, "an int or None")
     if type(options.num_splits) is not int or options.num_splits:
         changes["num_splits"] = need_int("num_splits", options.num_splits)
+    if signature is SELECTED:
+        for name in ("block_size", "query_block"):
+            changes[name] = need_int(name, getattr(options, name))
     dtype = options.qk_dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"qk_dtype must be a torch.dtype, got {dtype!r}: pass torch.int8")

@@ -228,7 +228,7 @@ class Tally:
 # Random calls by number, and the outcome of comparing each with the oracle.
 
 # repeated over the numbers of families
-KINDS = ("dense", "packed", "dense", "cached", "dense", "quantized")
+KINDS = ("dense", "packed", "selected", "cached", "dense", "quantized")
 MAX_DRAWS = 2000  # draws that a backend may refuse before the search for a valid one fails
 
 

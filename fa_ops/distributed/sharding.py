@@ -53,7 +53,8 @@ def _roles(operator: OpOverload, call: dict) -> list[int | None]:
 
 def _can_shard_rows(call: dict) -> bool:
     """Whether key ranges can express the mask of some rows of a dense call."""
-    absent = (call.get("attn_mask"), call.get("alibi_slopes"), call.get("cu_seqlens_q"))
+    names = "attn_mask", "alibi_slopes", "cu_seqlens_q", "block_indices"
+    absent = [call.get(name) for name in names]
     scale = call.get("q_scale")
     return all(x is None for x in absent) and (scale is None or scale.dim() < 3)
 

@@ -178,7 +178,7 @@ def attention(
 
         operands = new_operands((
             None, None, sinks, kv_lens, key_ranges, None, None, None, None, None, None, None,
-            q_scale, k_scale, v_scale, None, None, None, None, None, None,
+            q_scale, k_scale, v_scale, None, None, None, None, None, None, None, None, None,
         ))  # fmt: skip
         return quantized.scaled_attention(
             query, key, value, is_causal, scale, window, softcap, operands, return_lse, backend,
@@ -191,7 +191,8 @@ def attention(
     if not (mask is blocks is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
         operands = new_operands((
             mask, alibi_slopes, sinks, kv_lens, key_ranges, seed, blocks, None,
-            None, None, None, None, None, None, None, None, None, None, None, None, None,
+            None, None, None, None, None, None, None, None, None, None, None, None, None, None,
+            None, None,
         ))  # fmt: skip
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (
@@ -330,7 +331,7 @@ def attention_varlen(
     seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
     operands = new_operands((
         None, alibi_slopes, sinks, kv_lens, None, seed, None, cu_seqlens_q, cu_seqlens_k, None,
-        None, None, None, None, None, None, None, None, None, None, None,
+        None, None, None, None, None, None, None, None, None, None, None, None, None, None,
     ))  # fmt: skip
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (

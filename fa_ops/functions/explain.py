@@ -9,14 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_ops.call import backend_option
-from fa_ops.call.call import CACHED, DENSE, PACKED, QUANTIZED, QUANTIZED_PACKED, Call, Signature
+from fa_ops.call import backend_option, selected_checks
+from fa_ops.call.call import (
+    CACHED,
+    DENSE,
+    PACKED,
+    QUANTIZED,
+    QUANTIZED_PACKED,
+    SELECTED,
+    Call,
+    Signature,
+)
 from fa_ops.call.options import Operands, Options
 from fa_ops.call.python_types import checked_call, read_scale, refuse_unknown, sides
-from fa_ops.functions import attention, flex, kv_cache, quantized, varlen
+from fa_ops.functions import attention, flex, kv_cache, quantized, selected, varlen
 from fa_ops.functions import varlen_quantized as packed_quantized
 from fa_ops.functions.varlen import PagedCall
 from fa_ops.ops import library
+from fa_ops.ops.selected import tokens_call
 from fa_ops.plans import dispatch, planning
 from fa_ops.plans.dispatch import CallExplanation
 
@@ -35,10 +45,12 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
             :func:`attention_with_kv_cache` has (``page_table=None`` is enough) are of that, those
             with ``qk_dtype``, ``smooth_key`` or ``rotate`` are of :func:`quantized_attention`,
             those with ``score_mod``, ``mask_mod`` or ``block_mask`` are of :func:`flex_attention`
-            (the notes have its terms, program and classes of tiles), and all others are of
-            :func:`attention`. Where no kernel takes packed queries over pages, the call of
-            :func:`attention_with_kv_cache` is explained by which they are attended, and where none
-            takes packed e4m3 sequences, the one of :func:`attention` for rows of equal length.
+            (the notes have its terms, program and classes of tiles), those with ``block_indices``
+            of :func:`attention_selected`, with ``token_indices`` of
+            :func:`attention_selected_tokens`, and all others are of :func:`attention`. Where no
+            kernel takes packed queries over pages, the call of :func:`attention_with_kv_cache` is
+            explained by which they are attended, and where none takes packed e4m3 sequences, the
+            one of :func:`attention` for rows of equal length.
 
     Returns:
         ``backend`` and ``kernel``, None where no backend can run the call; ``route``: "direct"
@@ -68,6 +80,11 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
     """
     if options.keys() & {"score_mod", "mask_mod", "block_mask"}:
         return _of_functions(query, key, value, options)
+    if "token_indices" in options:
+        call = _tokens(query, key, value, options)
+        return _explained(call, None)._replace(
+            notes=dispatch.notes(*call[:3], call.operands, call.options.is_causal)
+        )
     found = _explain(query, key, value, options)
     operands = Operands(
         **{name: options.get(name) for name in ("cu_seqlens_q", "kv_lens", "page_table")},
@@ -150,6 +167,17 @@ def _packed_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) 
 _OF_QUANTIZED = {"q_scale", "qk_dtype", "smooth_key", "rotate"}
 
 
+def _tokens(query: Tensor, key: Tensor, value: Tensor, options: dict) -> Call:
+    """The call by which lists of tokens are attended, checked."""
+    given = _bound(selected.attention_selected_tokens, query, key, value, options)
+    lists, counts = given["token_indices"], given["counts"]
+    selected_checks.tokens(query, key, value, lists, counts, real=True)
+    others = (given[name] for name in ("scale", "sinks", "backend"))
+    call = tokens_call(query, key, value, lists, counts, *others)
+    planning.check(call)
+    return call
+
+
 def _over_pages(query: Tensor, key: Tensor, value: Tensor, options: dict) -> PagedCall:
     """The arguments of attention_varlen with page_table, checked."""
     given = _bound(attention.attention_varlen, query, key, value, options)
@@ -175,7 +203,7 @@ def _described_quantized(query: Tensor, key: Tensor, value: Tensor, options: dic
 
 def _scalars(signature: Signature, given: dict[str, Any]) -> tuple:
     """The scalars of a signature among the arguments of a public function."""
-    left, right = sides(given["window"])
+    left, right = sides(given.get("window"))
     given = Options._field_defaults | given | {"window_left": left, "window_right": right}
     return tuple(given[name] for name in signature.options)
 
@@ -202,6 +230,7 @@ def _bound(function: Callable, query: Tensor, key: Tensor, value: Tensor, option
 
 
 _OF_CACHE = {"key", "value", *CACHED.operands.names, *CACHED.options}
+_OF_LISTS = {*SELECTED.operands.names, *SELECTED.options} - {*DENSE.operands.names, *DENSE.options}
 _OF_CACHE -= {*DENSE.operands.names, *DENSE.options}
 
 
@@ -210,6 +239,8 @@ def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any
     function, signature = attention.attention, DENSE
     if "cu_seqlens_q" in options:
         function, signature = attention.attention_varlen, PACKED
+    elif options.keys() & _OF_LISTS:
+        function, signature = selected.attention_selected, SELECTED
     elif options.keys() & _OF_CACHE:
         function, signature = kv_cache.attention_with_kv_cache, CACHED
     given = _bound(function, query, key, value, options)

@@ -165,6 +165,7 @@ def attention_with_kv_cache(
     operands = new_operands((
         None, alibi_slopes, sinks, kv_lens, key_ranges, None, None, None, None, page_table, key,
         value, None, k_scale, v_scale, rotary_cos, rotary_sin, unified_max, None, None, None,
+        None, None, None,
     ))  # fmt: skip
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (

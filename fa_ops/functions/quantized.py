@@ -119,7 +119,7 @@ def quantized_attention(
         scale = read_scale(scale)
     operands = new_operands((
         None, None, sinks, kv_lens, key_ranges, None, None, None, None, None, None, None, None,
-        None, None, None, None, None, None, None, None,
+        None, None, None, None, None, None, None, None, None, None, None,
     ))  # fmt: skip
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (

@@ -13,6 +13,7 @@ from fa_ops.ops import (
     quantized,
     rules,
     seeds,
+    selected,
     varlen,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "quantized",
     "rules",
     "seeds",
+    "selected",
     "varlen",
 ]

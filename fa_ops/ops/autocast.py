@@ -15,6 +15,7 @@ from fa_ops.ops import (
     library,
     programmed,
     quantized,
+    selected,
     varlen,
 )
 
@@ -124,6 +125,8 @@ _KERNELS = {
     fully_masked_rows.OPERATOR: _attention,
     varlen.VARLEN: _attention,
     programmed.PROGRAMMED_ATTENTION: _attention,
+    selected.BLOCKS: _attention,
+    selected.TOKENS: _attention,
     kv_cache.READ: _cached,
     kv_cache.APPEND: _cached,
     quantized.QUANTIZED_ATTENTION: _quantized,

@@ -268,6 +268,26 @@ def backward_kernel(operator: OpOverload) -> Callable:
     return kernel
 
 
+def backward_functions(schema: Schema) -> tuple[Callable, Callable]:
+    """A backward operator with gradients of query, key, value and sinks, and its fake."""
+
+    def backward(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
+        saved = Saved(grad_out, grad_lse, out, lse)
+        grads = run_backward(schema.call(q, k, v, args, options), saved)
+        dsinks = q.new_empty(0) if grads.sinks is None else grads.sinks
+        return grads.query, grads.key, grads.value, dsinks
+
+    def fake(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
+        saved = Saved(grad_out, grad_lse, out, lse)
+        call = schema.call(q, k, v, args, options)._replace(saved=saved)
+        planning.check(call, real=False)
+        sinks = call.operands.sinks
+        dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
+
+    return backward, fake
+
+
 # Results whose gradients raise NotImplementedError instead of being missing.
 
 

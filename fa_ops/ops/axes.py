@@ -8,7 +8,7 @@ BATCH, HEADS = 0, 1
 
 # (batch axis, head axis). A result has the axes of the argument whose gradient it is.
 _RESULTS = ("out", "lse", "grad_out", "grad_lse", "grad_dot")
-_MASKS = ("attn_mask", "key_ranges", "mask_blocks")
+_MASKS = ("attn_mask", "key_ranges", "mask_blocks", "block_indices", "counts")
 SCALES = ("q_scale", "k_scale", "v_scale")  # below two dimensions of one element
 DENSE = dict.fromkeys(("query", "key", "value", *_RESULTS, *_MASKS, *SCALES), (0, 1)) | {
     "alibi_slopes": (0, 1),
@@ -44,6 +44,8 @@ RESULTS = {
     "attention_varlen_backward": ("query", "key", "value", "sinks"),
     "attention_varlen_jvp": ("out", "lse", "grad_dot"),
     "attention_varlen_backward_jvp": ("query", "key", "value", "sinks"),
+    "attention_selected": ("out", "lse"),
+    "attention_selected_backward": ("query", "key", "value", "sinks"),
 }
 
 

@@ -29,7 +29,7 @@ from fa_ops.call.options import (
     is_default,
     new_operands,
 )
-from fa_ops.ops import axes, dense, kv_cache, library, programmed, quantized, varlen
+from fa_ops.ops import axes, dense, kv_cache, library, programmed, quantized, selected, varlen
 from fa_ops.ops.eager import Found
 from fa_ops.ops.library import Route, after_import, is_dispatched
 from fa_ops.ops.schemas import Schema
@@ -162,13 +162,15 @@ def _is_direct_backward(tensors: tuple) -> bool:
     )
 
 
-_FORWARD, _PACKED = dense.OPERATORS, varlen.OPERATORS
+_FORWARD, _PACKED, _SELECTED = dense.OPERATORS, varlen.OPERATORS, selected.OPERATORS
 _SCHEMAS = {
     "attention": _FORWARD.forward,
     "attention_with_lse": _FORWARD.forward,
     "attention_backward": _FORWARD.backward,
     "attention_varlen": _PACKED.forward,
     "attention_varlen_backward": _PACKED.backward,
+    "attention_selected": _SELECTED.forward,
+    "attention_selected_backward": _SELECTED.backward,
     "attention_with_kv_cache": kv_cache.READING,
     "attention_with_kv_cache_append": kv_cache.APPENDING,
     "quantized_attention": quantized.SCHEMA,

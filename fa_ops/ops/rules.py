@@ -17,6 +17,7 @@ from fa_ops.ops import (
     merge,
     programmed,
     quantized,
+    selected,
     varlen,
 )
 from fa_ops.ops.axes import BATCH, HEADS
@@ -89,9 +90,13 @@ def _axis(call: dict, mapped: set[str]) -> int | None:
     rank = call["query"].dim() - ("query" in mapped)
     if call.get("dropout_p") or call.get("q_scale") is not None or rank != (3 if packed else 4):
         return None
+    if call.get("cu_seqlens") is not None:  # which divide the only row of a batch
+        return None
     own_sinks = mapped & {"sinks", "sinks_t"} or (backward and call.get("sinks") is not None)
     if not packed and not own_sinks:
         return BATCH
+    if "block_indices" in call:  # whose heads are those of the keys
+        return None
     return None if mapped & {"kv_lens", "cu_seqlens_q", "cu_seqlens_k"} else HEADS
 
 
@@ -193,6 +198,8 @@ for _operator in (
     varlen.JVP,
     varlen.BACKWARD_JVP,
     quantized.QUANTIZED_ATTENTION,
+    selected.BLOCKS,
+    selected.BACKWARD,
 ):
     _register(_operator, _rule)
 _register(merge.MERGE, _merge_rule)
@@ -203,6 +210,7 @@ for _operator in (
     masks.MASK_BLOCKS,
     programmed.PROGRAMMED_ATTENTION,
     programmed.BACKWARD,
+    selected.TOKENS,
 ):
     _register(_operator, _separate_rule)
 
@@ -212,6 +220,7 @@ SAC_OPS = (
     dense.WITH_LSE,
     varlen.VARLEN,
     programmed.PROGRAMMED_ATTENTION,
+    selected.BLOCKS,
     merge.MERGE,
 )
 """The operators whose results selective activation checkpointing should save.
@@ -297,6 +306,25 @@ def _packed_backward_flops(
     return _flops(query.shape[1], pairs, query.shape[2], value.shape[2], backward=True)
 
 
+def _selected_flops(query, key, value, block_indices, block_size, *args, **options) -> int:
+    B, Hq, Sq, D = query
+    pairs = Sq * min(block_indices[3] * block_size, key[2])
+    return _flops(B * Hq, pairs, D, value[3], backward=False)
+
+
+def _selected_backward_flops(
+    grad_out, grad_lse, query, key, value, out, lse, block_indices, block_size, *args, **options
+) -> int:
+    B, Hq, Sq, D = query
+    pairs = Sq * min(block_indices[3] * block_size, key[2])
+    return _flops(B * Hq, pairs, D, value[3], backward=True)
+
+
+def _selected_tokens_flops(query, key, value, token_indices, *args, **options) -> int:
+    T, Hq, D = query
+    return _flops(Hq, T * token_indices[1], D, value[2], backward=False)
+
+
 def _cached_flops(query, key_cache, value_cache, *args, out_val=None, **options) -> int:
     """FLOPs of the keys in use; of the whole capacity where the lengths are symbolic."""
     schema = kv_cache.APPENDING if args[0].is_floating_point() else kv_cache.READING
@@ -326,6 +354,9 @@ def register_flops() -> None:
     register("attention_backward", "attention_programmed_backward")(_dense_backward_flops)
     register("attention_jvp")(_dense_jvp_flops)
     register("attention_backward_jvp")(_dense_backward_jvp_flops)
+    register("attention_selected")(_selected_flops)
+    register("attention_selected_backward")(_selected_backward_flops)
+    register("attention_selected_tokens")(_selected_tokens_flops)
     register("attention_varlen", get_raw=True)(_packed_flops)
     register("attention_varlen_backward", get_raw=True)(_packed_backward_flops)
     register("attention_varlen_jvp", get_raw=True)(_packed_jvp_flops)

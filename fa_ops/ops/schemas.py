@@ -53,6 +53,11 @@ _TANGENTS = "Tensor? query_t, Tensor? key_t, Tensor? value_t, {mask}Tensor? sink
 _DENSE_TANGENTS = _TANGENTS.format(mask="Tensor? attn_mask_t, ")
 _PACKED_TANGENTS = _TANGENTS.format(mask="")
 _OF_RESULTS = "Tensor? grad_out_t, Tensor? grad_lse_t, Tensor out_t, Tensor lse_t, Tensor? grad_dot"
+_SELECTED = (
+    "Tensor block_indices, SymInt block_size, SymInt query_block=1, Tensor? counts=None, "
+    "bool is_causal=True, *, float? scale=None, Tensor? sinks=None, Tensor? key_ranges=None, "
+    "Tensor? cu_seqlens=None, bool deterministic=False, str? backend=None"
+)
 _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
 
 SCHEMAS = {
@@ -88,6 +93,12 @@ SCHEMAS = {
     # gradients of query, key, value, attn_mask, sinks, term_values
     "attention_programmed_backward": f"({_SAVED}, {_PROGRAMMED}, bool mask_grad=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # keys by lists of blocks for each block of queries and kv head, or of tokens for each query
+    "attention_selected": f"({_QKV}, {_SELECTED}) -> (Tensor, Tensor)",
+    # gradients of query, key, value, sinks
+    "attention_selected_backward": f"({_SAVED}, {_SELECTED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "attention_selected_tokens": f"({_QKV}, Tensor token_indices, Tensor? counts=None, *, "
+    "float? scale=None, Tensor? sinks=None, str? backend=None) -> (Tensor, Tensor)",
     # 16-bit tensors, which it quantises, or e4m3 ones with their scales
     "quantized_attention": f"({_QKV}, {_QUANTIZED}) -> (Tensor, Tensor)",
     # which tiles of a mask attention may skip, and where it need not read the mask

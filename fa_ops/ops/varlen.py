@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call.call import PACKED, Saved
+from fa_ops.call.call import PACKED
 from fa_ops.ops import autograd, derivatives, library
 from fa_ops.ops.schemas import Schema
 from fa_ops.plans import planning
@@ -35,21 +35,5 @@ def _autograd(keyset, q, k, v, *args, **options):
     return autograd.forward(OPERATORS, VARLEN, keyset, q, k, v, args, options)
 
 
-def _backward(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
-    saved = Saved(grad_out, grad_lse, out, lse)
-    grads = autograd.run_backward(_GRADIENT.call(q, k, v, args, options), saved)
-    dsinks = q.new_empty(0) if grads.sinks is None else grads.sinks
-    return grads.query, grads.key, grads.value, dsinks
-
-
-def _backward_fake(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
-    saved = Saved(grad_out, grad_lse, out, lse)
-    call = _GRADIENT.call(q, k, v, args, options)._replace(saved=saved)
-    planning.check(call, real=False)
-    sinks = call.operands.sinks
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
-
-
 library.register("attention_varlen", _forward, _fake, _autograd)
-derivatives.register(OPERATORS, _backward, _backward_fake)
+derivatives.register(OPERATORS, *autograd.backward_functions(_GRADIENT))

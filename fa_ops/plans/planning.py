@@ -21,7 +21,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fa_ops.call import backend_option, cache_checks, cache_memory, checks, quantized_checks
+from fa_ops.call import (
+    backend_option,
+    cache_checks,
+    cache_memory,
+    checks,
+    quantized_checks,
+    selected_checks,
+)
 from fa_ops.call.call import (
     CACHED,
     DENSE,
@@ -29,6 +36,7 @@ from fa_ops.call.call import (
     PAGED,
     PROGRAMMED,
     QUANTIZED,
+    SELECTED,
     Call,
     Plan,
     Run,
@@ -323,6 +331,8 @@ def check(call: Call, real: bool = True, signature: Signature | None = None) -> 
         cache_checks.cached(call, real)
     elif signature is PAGED:
         cache_checks.paged(call)
+    elif signature is SELECTED:
+        selected_checks.blocks(call, real)
     elif signature is QUANTIZED:
         quantized_checks.quantized(call, real)
     else:
@@ -405,6 +415,8 @@ def _check_of_values(call: Call) -> Callable[..., None] | None:
         return functools.partial(checks.values, longest=longest)
     if signature is CACHED and is_read:
         return cache_checks.values
+    if signature is SELECTED and is_read and call.saved is None:
+        return functools.partial(selected_checks.block_values, call.options)
     return None
 
 

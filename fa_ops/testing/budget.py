@@ -226,8 +226,10 @@ def _copies(call: Call, dtype: torch.dtype) -> Call:
 
 def by_operator(call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of the call's operator."""
-    from fa_ops.ops import dense, kv_cache, quantized, varlen
+    from fa_ops.ops import dense, kv_cache, quantized, selected, varlen
 
+    if call.is_selected:
+        return selected.OPERATORS.forward.run(call)
     if call.is_quantized:
         return quantized.SCHEMA.run(call)
     if not call.is_cached:

@@ -57,6 +57,8 @@ class Case:
     broken: bool = False  # kv_lens, key_ranges and cu_seqlens may hold out-of-range numbers
     poison: str | None = None  # NaN or Inf in an operand, such as "nan key"; see `isolation`
     mask_blocks: bool = False  # give those of the mask, some of whose tiles are empty or full
+    lists: tuple[int, int, int] | None = None  # block_size, query_block and n of block_indices
+    documents: int = 0  # of cu_seqlens, in the only row of a batch with lists
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -89,6 +91,8 @@ class Case:
         v = self._tensor(g, move, self.Hkv, self.Sk, self.Dv)
         operands = self._operands(g, move, cast, requires_grad)
         q, k, v = (x.requires_grad_(requires_grad) for x in (q, k, v))
+        if self.lists is not None:
+            operands |= {"block_size": self.lists[0], "query_block": self.lists[1]}
         return attention_call(
             q, k, v, dropout_p=self.dropout_p, is_causal=self.is_causal, scale=self.scale,
             window_left=self.window[0], window_right=self.window[1], softcap=self.softcap,
@@ -131,6 +135,9 @@ class Case:
             if self.broken:
                 ranges = with_invalid_values(ranges, self.Sk, g)
             fields["key_ranges"] = move(ranges, torch.int32, False)
+        if self.lists is not None:
+            lists = random_lists(self, g)
+            fields |= {name: move(x, torch.int32, False) for name, x in lists.items()}
         if self.dropout_p > 0:
             seed = torch.randint(2**62, (1,), generator=g)
             fields["dropout_seed"] = move(seed, torch.int64, False)
@@ -169,6 +176,28 @@ def random_sinks(case, g: torch.Generator) -> Tensor:
     if isinstance(case.sinks, str):
         sinks[case.seed % 2 :: 2] = float(case.sinks)
     return sinks
+
+
+def random_lists(case: Case, g: torch.Generator) -> dict[str, Tensor]:
+    """block_indices with holes and repeats, some of them empty; counts; cu_seqlens."""
+    (size, query_block, n), B, Hkv = case.lists, case.B, case.Hkv
+    are_own = torch.randint(2, (2,), generator=g).tolist()  # of each batch element, of each head
+    shape = [full if own else 1 for own, full in zip(are_own, (B, Hkv))]
+    shape += [-(-case.Sq // query_block), n]
+    fields, limit = {}, torch.tensor(-(-case.Sk // size))
+    if case.documents:
+        ends = torch.randint(0, case.Sk + 1, (case.documents - 1,), generator=g).sort().values
+        ends = torch.cat((torch.tensor([0]), ends, torch.tensor([case.Sk])))
+        fields["cu_seqlens"] = ends
+        blocks = (ends.diff() + size - 1).div(size, rounding_mode="floor")
+        limit = blocks.repeat_interleave(ends.diff())[::query_block].view(1, 1, -1, 1)
+    lists = (torch.rand(shape, generator=g) * (limit + 1)).floor().long() - 1
+    lists[torch.rand(shape[:3], generator=g) < 0.1] = -1
+    if case.seed % 3 == 0:
+        fields["counts"] = torch.randint(0, n + 1, shape[:3], generator=g)
+    if case.broken:
+        lists = with_invalid_values(lists, -(-case.Sk // size), g)
+    return fields | {"block_indices": lists}
 
 
 def random_slopes(case, g: torch.Generator) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_ops.call import selected_checks
 from fa_ops.testing import caches, quantized
 from fa_ops.testing.allocators import Arena
 from fa_ops.testing.budget import assert_close_to_oracle, by_operator
@@ -29,7 +30,7 @@ from fa_ops.testing.quantized import QuantizedCase, assert_quantized_right
 Pick = Callable[[Sequence], Any]
 AnyCase = Case | PackedCase | CacheCase | QuantizedCase
 
-KINDS = ("dense", "packed", "cached", "quantized")
+KINDS = ("dense", "packed", "cached", "quantized", "selected")
 HEAD_DIMS = (64, 128, 8, 16, 32, 1, 3, 37, 72, 80, 96, 192, 256, 264, 512)
 CACHED_DIMS = (64, 128, 16, 32, 40, 96, 192, 256, 320, 512)
 # lengths just below, at and above multiples of the tile sizes of the kernels
@@ -72,6 +73,8 @@ class Family:
         return (self._packed if self.kind == "packed" else self._dense)(pick, fields)
 
     def _dense(self, pick: Pick, fields: dict) -> Case:
+        if self.kind == "selected":
+            return _selected(pick, fields)
         if fields.pop("ranges", False):
             fields["key_ranges"] = bits(pick, 3)
         if fields.get("mask"):
@@ -126,6 +129,10 @@ def family(
     }
     sides = rarely(pick, ((True, False), (False, True), (True, True)), (False, False))
     edge = rarely(pick, (True,), False, 3) if edges is None else edges
+    if kind == "selected":
+        fields |= {"softcap": 0.0, "alibi": None, "ranges": rarely(pick, (True,), False, 4)}
+        fields |= {"lse_grad": pick((False, True))}
+        return Family(kind, fields | (draw_hazard(pick, kind, fields) if edge else {}))
     if kind == "cached":
         fields |= _cache_features(pick, dtype, D)
         if edge:
@@ -158,6 +165,17 @@ def _mask_features(pick: Pick) -> dict:
     grad = mask == "float" and pick((False, True))
     fields = {"ranges": ranges, "mask": mask, "mask_shape": bits(pick, 4), "mask_grad": grad}
     return fields | {"mask_blocks": rarely(pick, (True,), False, 2)}
+
+
+def _selected(pick: Pick, fields: dict) -> Case:
+    """Lists of blocks; sometimes of documents in one row."""
+    if fields.pop("ranges"):
+        fields["key_ranges"] = (pick((0, 1)), 0, pick((0, 1)))
+    fields["lists"] = pick((1, 2, 5, 16, 64)), pick((1, 1, 2, 16, 70)), pick((1, 2, 3, 8))
+    Sq, Sk = pick(pick(LENGTHS)), pick(pick(LENGTHS))
+    if pick(range(4)) == 3 and not fields.get("broken"):
+        return Case(**fields, B=1, Sq=Sk, Sk=Sk, documents=pick((1, 2, 5)))
+    return Case(**fields, B=pick((1, 2, 3)), Sq=Sq, Sk=Sk)
 
 
 def _window_features(pick: Pick, edge: bool) -> dict:
@@ -275,6 +293,7 @@ def features(case: AnyCase) -> list[str]:
             "float mask": plain.mask == "float",
             "gradient of the mask": plain.mask_grad,
             "blocks of the mask": plain.mask_blocks,
+            "lists of blocks": plain.lists is not None,
             "dropout": plain.dropout_p > 0,
             "deterministic": plain.deterministic,
             "gradient of lse": plain.lse_grad,
@@ -317,6 +336,8 @@ def draw_hazard(pick: Pick, kind: str, fields: dict) -> dict:
     if hazard == "poison":
         return _poison(pick, kind, fields)
     if hazard == "broken":
+        if kind == "selected":
+            return {"broken": True}
         lens = {} if kind == "cached" else {"kv_lens": pick((False, True))}
         ranges = {} if kind == "packed" or fields.get("mask") == "bool" else {"ranges": True}
         return {"broken": True, **lens, **ranges}
@@ -324,7 +345,8 @@ def draw_hazard(pick: Pick, kind: str, fields: dict) -> dict:
 
 
 def _extremes(pick: Pick, kind: str, fields: dict) -> dict:
-    what = pick(("window", "softcap", "sinks", *(() if kind == "cached" else ("scale", "huge"))))
+    kinds = () if kind == "selected" else ("window", "softcap")
+    what = pick((*kinds, "sinks", *(() if kind == "cached" else ("scale", "huge"))))
     if what == "window":
         return {"window": (pick((-1, *WINDOWS)), pick((-1, *WINDOWS)))}
     if what == "softcap":
@@ -346,7 +368,7 @@ def _poison(pick: Pick, kind: str, fields: dict) -> dict:
     number = pick(NUMBERS[:1] if fields.get("fp8") else NUMBERS)
     if kind == "cached":
         return {"poison": f"{number} {pick(OPERANDS[:3])}"}
-    operand = pick(OPERANDS)
+    operand = pick(OPERANDS[:4] if kind == "selected" else OPERANDS)
     changes: dict = {"poison": f"{number} {operand}"}
     if operand == "attn_mask":
         if kind == "packed":
@@ -409,6 +431,13 @@ def assert_right(
         if argument is not None and checked:
             _assert_refused(case, argument, _public_call(case, backend, gradients=False))
             return False
+    if features.lists is not None and features.broken and checked:
+        call = case.fresh()
+        try:
+            selected_checks.block_values(call.options, *call[:3], call.operands)
+        except ValueError as error:
+            _assert_refused(case, str(error), _public_call(case, backend, gradients=False))
+            return False
     assert_close_to_oracle(case, backend, gradients, arena)
     if repeated and not features.poison:
         _assert_repeats(case, backend, gradients, arena)
@@ -451,7 +480,13 @@ def _public_call(case: Case | PackedCase, backend: str, gradients: bool, wrap=la
         "deterministic": o.deterministic, "backend": backend,
     }  # fmt: skip
     function, args = fa_ops.attention, ()
-    if isinstance(case, PackedCase):
+    if call.is_selected:
+        function, args = fa_ops.attention_selected, (t.block_indices,)
+        names = "block_size", "query_block", "is_causal", "scale", "deterministic"
+        options = {name: getattr(o, name) for name in names} | {"backend": backend}
+        names = "sinks", "key_ranges", "counts", "cu_seqlens"
+        options |= {name: getattr(t, name) for name in names}
+    elif isinstance(case, PackedCase):
         function, args = fa_ops.attention_varlen, (t.cu_seqlens_q, t.cu_seqlens_k)
     else:
         names = "attn_mask", "key_ranges", "mask_blocks"

@@ -37,7 +37,8 @@ def test_cases_of_each_feature_are_counted(tmp_path):
         counts, features = record["counts"], record["features"]
         assert counts["cases"] == 21 == sum(counts[kind] for kind in random_calls.KINDS)
         assert counts["specialisations"] == 6 and counts["failed"] == 0
-        assert counts["gradients"] == counts["dense"] + counts["packed"] > 0
+        differentiable = counts["dense"] + counts["packed"] + counts["selected"]
+        assert counts["gradients"] == differentiable > 0
         assert sum(features[dtype] for dtype in features if "float" in dtype) >= 21
         assert not record["failures"]
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from fa_ops.call.options import NO_OPERANDS, Options
-from fa_ops.ops import dense, merge, varlen
+from fa_ops.ops import dense, merge, selected, varlen
 from fa_ops.ops.library import SCHEMAS
 from fa_ops.testing.caches import CacheCase
 from tests.ops.cases import CASES, dense_call, packed_call, packed_case, saved_by
@@ -117,6 +117,18 @@ fa::attention_programmed_backward(Tensor grad_out, Tensor? grad_lse, Tensor quer
   Tensor? kv_lens=None, Tensor? key_ranges=None, Tensor? term_values=None,
   Tensor? term_indices=None, Tensor? tile_runs=None, bool deterministic=False, str? backend=None,
   bool mask_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+fa::attention_selected(Tensor query, Tensor key, Tensor value, Tensor block_indices,
+  SymInt block_size, SymInt query_block=1, Tensor? counts=None, bool is_causal=True, *,
+  float? scale=None, Tensor? sinks=None, Tensor? key_ranges=None, Tensor? cu_seqlens=None,
+  bool deterministic=False, str? backend=None) -> (Tensor, Tensor)
+fa::attention_selected_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key,
+  Tensor value, Tensor out, Tensor lse, Tensor block_indices, SymInt block_size,
+  SymInt query_block=1, Tensor? counts=None, bool is_causal=True, *, float? scale=None,
+  Tensor? sinks=None, Tensor? key_ranges=None, Tensor? cu_seqlens=None, bool deterministic=False,
+  str? backend=None) -> (Tensor, Tensor, Tensor, Tensor)
+fa::attention_selected_tokens(Tensor query, Tensor key, Tensor value, Tensor token_indices,
+  Tensor? counts=None, *, float? scale=None, Tensor? sinks=None, str? backend=None) -> (Tensor,
+  Tensor)
 fa::quantized_attention(Tensor query, Tensor key, Tensor value, Tensor? q_scale=None,
   Tensor? k_scale=None, Tensor? v_scale=None, bool is_causal=False, *, float? scale=None,
   SymInt window_left=-1, SymInt window_right=-1, float softcap=0., Tensor? sinks=None,
@@ -199,6 +211,7 @@ def calls() -> dict[str, tuple]:
     key, value, lens = t.new_key, t.new_value, t.kv_lens
     rows = torch.zeros(1, 1, 1, dtype=torch.bool)
     states = torch.randn(3, 5, 8), torch.randn(3, 5)
+    lists = torch.zeros(1, 1, args[0].shape[2], 2, dtype=torch.int32)
     return {
         "attention": args,
         "attention_with_lse": args,
@@ -208,6 +221,9 @@ def calls() -> dict[str, tuple]:
         "attention_varlen_backward": saved_by(varlen.VARLEN, packed, {}),
         "attention_with_kv_cache": (q, k, v, lens),
         "attention_with_kv_cache_append": (q, k, v, key, value, lens),
+        "attention_selected": (*args[:3], lists, 8),
+        "attention_selected_backward": (*saved_by(selected.BLOCKS, (*args[:3], lists, 8), {}),),
+        "attention_selected_tokens": (*(x[0].transpose(0, 1) for x in args[:3]), lists[0, 0]),
         "quantized_attention": args[:3],
         "merge_states": states,
     }

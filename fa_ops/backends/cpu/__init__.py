@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa_ops.backends import selected
 from fa_ops.backends.cpu import torch_kernel
 from fa_ops.backends.cpu.dense import backward, forward
 from fa_ops.backends.cpu.quantized import quantized_forward
@@ -34,6 +35,10 @@ def plan(call: Call) -> Plan:
     """The plan of a call on this backend."""
     if call.is_quantized:
         return general("8-bit forward", quantized_forward)
+    if call.is_selected:
+        is_backward = call.is_backward
+        kernel = "backward over lists" if is_backward else "forward over lists"
+        return general(kernel, selected.backward if is_backward else selected.forward)
     if call.is_cached and call.writes_cache:
         reader = _reader_plan(call.read_only())
         plan = append_then_attend(Plan("append", _append_run), reader)

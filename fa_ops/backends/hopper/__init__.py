@@ -92,6 +92,8 @@ def supports(call: Call) -> str | None:
         return _cached_error(call)
     if signature is PAGED:
         return _paged_error(call)
+    if call.is_selected:
+        return f"has no kernel for lists of blocks; {_ALTERNATIVE}"
     if call.backend == "auto" and signature is DENSE:
         if call.saved is None and is_decoding(call):
             # where the decoding kernel cannot run, a backend that splits keys is faster than

@@ -65,6 +65,8 @@ def supports(call: Call) -> str | None:
     text = call.options.program
     if text is not None and (reason := program_error(text)):
         return f"{reason}; the reference backend runs it"
+    if call.is_selected:
+        return "has no kernel for lists of blocks; the reference backend can run it"
     return interpreter_error(call.query) or support_error(call) or _backward_error(call)
 
 
