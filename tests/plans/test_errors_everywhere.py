@@ -35,7 +35,7 @@ from tests.call.test_errors import (
 )
 from tests.compat import test_flash_attn, test_flash_attn_3, test_flash_attn_interface
 from tests.ops import test_kv_cache as caches
-from tests.ops import test_quantized, test_quantized_packed
+from tests.ops import test_quantized, test_quantized_packed, test_selected
 from tests.ops import test_varlen_pages as pages
 
 Call = Callable[[], object]
@@ -78,6 +78,11 @@ def cases_of(changes, call: Callable) -> list[Call]:
     return [partial(call, change) for change in changes]
 
 
+def controlled(*args):
+    """A function of scores, or of indices alone, that cannot be read."""
+    return args[0] if args[-1] > 3 else args[-1]
+
+
 OVER_PAGES = [
     *(change for change, _ in rows_of(pages.test_errors)),
     *(
@@ -106,6 +111,19 @@ BAD: dict[str, list[Call]] = {
     "merge_states": cases_of(
         [bad.change for bad in MERGE.values()], lambda change: fa_ops.merge_states(**change)
     ),
+    "attention_selected": cases_of(
+        [bad[0] for bad in test_selected.BAD_BLOCKS.values()],
+        lambda change: fa_ops.attention_selected(**test_selected.BLOCKS | change),
+    ),
+    "attention_selected_tokens": cases_of(
+        [bad[0] for bad in test_selected.BAD_TOKENS.values()],
+        lambda change: fa_ops.attention_selected_tokens(**test_selected.TOKENS | change),
+    ),
+    "flex_attention": cases_of(
+        [{"score_mod": 3}, {"block_mask": 3}, {"key": rand(1, 1, 7, 8)}, {"score_mod": controlled}],
+        lambda change: fa_ops.flex_attention(**valid() | {"enable_gqa": True} | change),
+    ),
+    "mask_tiles": cases_of([3, controlled], lambda x: fa_ops.mask_tiles(x, 1, 1, 8, 8)),
     "mask_blocks": cases_of([ints(5, 7), rand(1, 2, 1, 5, 7), 3], fa_ops.mask_blocks),
     "explain": cases_of(
         [{"query": rand(4, 5, 8)}, {"scale": "1"}, {"backend": "gpu"}],
@@ -137,6 +155,9 @@ GOOD: list[Call] = [
     lambda: fa_ops.attention_varlen(**packed()),
     lambda: over_pages({}),
     lambda: test_quantized_packed.attend(),
+    lambda: fa_ops.attention_selected(**test_selected.BLOCKS),
+    lambda: fa_ops.attention_selected_tokens(**test_selected.TOKENS),
+    lambda: fa_ops.flex_attention(**valid(), enable_gqa=True),
     *(partial(caches.by_function, case) for case in (caches.CASES["append"], caches.PAGED)),
     lambda: quantized(test_quantized._tensors()),
     lambda: quantized(test_quantized._tensors(test_quantized.E4M3) | test_quantized.SCALES),
