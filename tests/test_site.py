@@ -160,7 +160,7 @@ def test_the_reference_shows_every_public_function_and_class(name, site):
     module = importlib.import_module(name)
     public = [x for x in dir(module) if not x.startswith("_")]
     public = [x for x in getattr(module, "__all__", public) if callable(getattr(module, x))]
-    pages_of = {"fa_ops": ("fa_ops", "flex")}.get(name, (name.rpartition(".")[2],))
+    pages_of = {"fa_ops": ("fa_ops", "flex", "selected")}.get(name, (name.rpartition(".")[2],))
     files = [site / f"reference/{page}/index.html" for page in pages_of]
     anchors = {anchor for file in files for anchor in Content(file.read_text()).anchors}
     shown = {anchor.rpartition(".")[2] for anchor in anchors if anchor.startswith(name)}

@@ -173,14 +173,12 @@ class Call(NamedTuple):
     @property
     def is_selected(self) -> bool:
         """Whether lists of blocks name the keys of each query."""
-        return self.operands.block_indices is not None or self.options.block_size != 0
+        return self.signature is SELECTED
 
     @property
     def is_dense(self) -> bool:
         """Whether all three are (B, H, S, D), and nothing above is true."""
-        o = self.options
-        others = o.packed or o.over_cache or o.eight_bits or o.program is not None
-        return not (others or self.is_selected or self.is_paged)
+        return self.operands.page_table is None and self.signature is DENSE
 
     @property
     def is_programmed(self) -> bool:
@@ -210,7 +208,7 @@ class Call(NamedTuple):
             return PACKED if t.page_table is None else PAGED
         if o.program is not None:
             return PROGRAMMED
-        return SELECTED if self.is_selected else DENSE
+        return DENSE if t.block_indices is None and not o.block_size else SELECTED
 
     @property
     def num_keys(self) -> int:

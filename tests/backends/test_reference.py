@@ -187,7 +187,8 @@ def test_backward_is_autograd():
     wanted = (q, k, v, t.attn_mask, t.sinks)
     expected = torch.autograd.grad([out, lse], wanted, [grad_out, grad_lse])
     actual = reference.backward(call._replace(saved=Saved(grad_out, grad_lse, out, lse, True)))
-    torch.testing.assert_close(tuple(actual), expected)
+    assert actual.term_values is None
+    torch.testing.assert_close(tuple(actual[:5]), expected)
 
 
 def test_merge_states_of_disjoint_keys():

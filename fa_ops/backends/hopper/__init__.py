@@ -30,6 +30,7 @@ from fa_ops.call.call import (
     PROGRAMMED,
     QUANTIZED,
     QUANTIZED_PACKED,
+    SELECTED,
     Call,
     Plan,
     append_then_attend,
@@ -92,7 +93,7 @@ def supports(call: Call) -> str | None:
         return _cached_error(call)
     if signature is PAGED:
         return _paged_error(call)
-    if call.is_selected:
+    if signature is SELECTED:
         return f"has no kernel for lists of blocks; {_ALTERNATIVE}"
     if call.backend == "auto" and signature is DENSE:
         if call.saved is None and is_decoding(call):
