@@ -176,11 +176,6 @@ class Call(NamedTuple):
         return self.signature is SELECTED
 
     @property
-    def is_dense(self) -> bool:
-        """Whether all three are (B, H, S, D), and nothing above is true."""
-        return self.operands.page_table is None and self.signature is DENSE
-
-    @property
     def is_programmed(self) -> bool:
         """Whether a program changes the scores or masks keys."""
         return self.options.program is not None
