@@ -364,15 +364,16 @@ def strict(target: Target) -> Iterator[None]:
     """In a `with` block, memory that a backend allocates is NaN until it is written.
 
     For Triton's interpreter lengths and pages are not checked, as on a GPU. Of its float32 calls,
-    all of which are small, half are multiplied as larger ones are.
+    all of which are small, two thirds are multiplied in parts, as larger ones are.
     """
     with contextlib.ExitStack() as patches:
         patches.enter_context(poisoned_memory(target.backend))
         if target.backend == "triton":
             from fa_ops.backends.triton import configs
 
-            half = mock.patch.object(configs, "is_small", lambda *sizes: hash(sizes) % 2 == 0)
-            patches.enter_context(half)
+            modes = ("ieee", "split", "loaded")
+            drawn = mock.patch.object(configs, "float32_products", lambda *of: modes[hash(of) % 3])
+            patches.enter_context(drawn)
         if target.backend == "triton" and target.device == "cpu":
             for module, name in ((checks, "values"), (cache_checks, "values")):
                 patches.enter_context(mock.patch.object(module, name, lambda *_, **__: None))
