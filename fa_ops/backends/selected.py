@@ -140,10 +140,8 @@ class _SelectedProblem:
 
     def store(self, results: Tensor, part: _GatheredLists, x: Tensor) -> None:
         """Write x (R, query_block, G, X) of a part to its places in `empty` memory."""
-        rows = self.lists.blocks.shape[2]
         first = part.queries[:, :1] // self.lists.query_block * self.lists.query_block
         tokens = first + torch.arange(self.lists.query_block, device=x.device)
-        assert rows * self.lists.query_block == results.shape[1]
         b, h = part.heads // self.Hkv, part.heads % self.Hkv
         results[b[:, None], tokens, h[:, None]] = x.to(results.dtype)
 

@@ -393,6 +393,9 @@ def decoding(plan: Plan) -> Plan:
     return Plan(plan.kernel, prepare)
 
 
+_BEHIND_CACHES = (None,) * (len(NO_OPERANDS) - NO_OPERANDS._fields.index("unified_max") - 1)
+
+
 def append_then_attend(writer: Plan, attend: Plan, name: str = "") -> Plan:
     """The plan that writes the new keys of cached calls and rotates their queries, then attends.
 
@@ -411,7 +414,7 @@ def append_then_attend(writer: Plan, attend: Plan, name: str = "") -> Plan:
             left = new_operands((
                 None, t.alibi_slopes, t.sinks, kv_lens, t.key_ranges, None, None, None, None,
                 t.page_table, None, None, None, t.k_scale, t.v_scale, None, None, t.unified_max,
-                None, None, None, None, None, None,
+                *_BEHIND_CACHES,
             ))  # fmt: skip
             return run(q, k, v, left, with_lse)
 

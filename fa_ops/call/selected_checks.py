@@ -87,7 +87,11 @@ def tokens(
     checks.given(query=q, key=k, value=v)
     layouts = ("query", q, "(T, Hq, D)"), ("key", k, TOKENS_LAYOUT), ("value", v, TOKENS_LAYOUT)
     for name, t, layout in layouts:
-        remedy = f": pass {name}[:, None] of a latent cache (N, D)" if t.dim() == 2 else ""
+        remedy = {
+            2: f": pass {name}[:, None] of a latent cache (N, D)",
+            4: f": pass {name}.transpose(1, 2).flatten(0, 1) of (B, H, S, D), with lists that "
+            "number the tokens of all sequences",
+        }.get(t.dim(), "")
         need(t.dim() == 3, "{} must have shape {}, got {}{}", name, layout, t.shape, remedy)
         checks.same_dtype(q, name, t)
         checks.same_device(q, name, t)

@@ -14,14 +14,14 @@ from fa_ops import tracing
 from fa_ops.call import checks
 from fa_ops.call.call import PROGRAMMED, Call
 from fa_ops.call.options import NO_OPERANDS, Operands
-from fa_ops.call.python_types import Window, need_bool, need_tensor, read_scale, sides
+from fa_ops.call.python_types import Window, need_bool, need_int, need_tensor, read_scale, sides
 from fa_ops.functions.attention import DENSE_FUNCTION
 from fa_ops.ops import autocast, library, programmed
 from fa_ops.ops.eager import PublicFunction, run
 from fa_ops.programs import tiles
 from fa_ops.programs.expressions import BOOL, INT, Expressions, Node, order
 from fa_ops.programs.program import TILE_SIZE, ScoreProgram, constants_of, parse
-from fa_ops.programs.reader import identity_of, read
+from fa_ops.programs.reader import identity_of, name_of, read
 from fa_ops.programs.splitting import Prologue, Split, split
 
 if TYPE_CHECKING:
@@ -426,7 +426,8 @@ def _whole_mask(
     """A mask as a program alone and its terms; None where it reads by query and key."""
     e, tensors = Expressions(), []
     root = read(mask_mod, "mask_mod", e, device, torch.float32, tensors, buffers).root
-    found = split(e, None, [root], [False] * len(tensors), "mask_mod", whole=True)
+    name = name_of("mask_mod", mask_mod)
+    found = split(e, None, [root], [False] * len(tensors), name, whole=True)
     if found.program is None or found.dense_mask is not None:
         return None, []
     prologue = Prologue(found, tensors, sizes, torch.float32, device)
@@ -492,8 +493,7 @@ def _read_and_split(
         conditions[-1] = _in_blocks(e, conditions[-1], table, len(tensors))
         tensors.append(table.states)
     grads = [tracing.is_differentiated(t) for t in tensors]
-    name = functions[0][1] if functions else None
-    name = getattr(name, "__qualname__", "score_mod")
+    name = " or ".join(name_of(what, function) for what, function in functions)
     found = split(e, score, conditions, grads, name)
     varying = frozenset() if found.program is None else _varying_constants(str(found.program))
     if varying:
@@ -557,9 +557,9 @@ def mask_tiles(
 ) -> Tensor:  # fmt: skip
     r"""Lists the tiles of a mask that :func:`flex_attention` may skip, without its elements.
 
-    The mask's function is analysed by intervals, on the CPU: a million by a million tokens take
-    seconds and two megabytes. Pass the result as ``block_mask`` beside the same ``mask_mod``, made
-    once for all layers. No result depends on it.
+    The mask's function is analysed by intervals, on the CPU, in memory linear in the lengths. Pass
+    the result as ``block_mask`` beside the same ``mask_mod``, made once for all layers. Results do
+    not depend on it while what the function captures keeps its values.
 
     Args:
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, as :func:`flex_attention` takes it. The values
@@ -576,6 +576,7 @@ def mask_tiles(
         queries and 128 keys, see :doc:`the semantics <../semantics>`.
 
     Raises:
+        ValueError, TypeError: a size that is no number of elements.
         NotImplementedError: the mask reads a tensor by query and key, or does what programs do not
             have.
 
@@ -584,7 +585,12 @@ def mask_tiles(
         >>> tiles = fa_ops.mask_tiles(window, None, None, 2**17, 2**17)
         >>> out = fa_ops.flex_attention(q, k, v, None, tiles, mask_mod=window)
     """
-    sizes = (B or 1, H or 1, Sq, Sk)
+    if not callable(mask_mod):
+        raise TypeError(f"mask_mod must be a function, got {type(mask_mod).__name__}")
+    sizes = 1 if B is None else B, 1 if H is None else H, Sq, Sk
+    for name, size in zip(("B", "H", "Sq", "Sk"), sizes):
+        if need_int(name, size) < 0:
+            raise ValueError(f"{name} must be at least 0, got {size}: it is a number of elements")
     captured = (*identity_of(mask_mod).tensors, *buffers)
     where = captured[0].device if captured else torch.device("cpu")
     if not tracing.can_read(*captured, waiting=True):
@@ -593,7 +599,7 @@ def mask_tiles(
     program, terms = _whole_mask(mask_mod, tuple(buffers), sizes, where)
     if program is None:
         raise NotImplementedError(
-            f"mask_mod {getattr(mask_mod, '__qualname__', '')!r} reads a tensor by query and key: "
+            f"{name_of('mask_mod', mask_mod)} reads a tensor by query and key: "
             "its tiles are known from the tensor alone, by fa_ops.mask_blocks"
         )
     runs = tiles.tile_runs(program, terms, sizes)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fa_ops.call import backend_option
 from fa_ops.call.call import SELECTED
-from fa_ops.call.options import new_operands
+from fa_ops.call.options import Operands
 from fa_ops.call.python_types import need_bool, need_number, need_tensor, read_scale, refuse_unknown
 from fa_ops.ops import autocast, selected
 from fa_ops.ops.eager import PublicFunction, run
@@ -121,10 +121,10 @@ def attention_selected(
         need_bool("return_lse", return_lse)
     if scale is not None and type(scale) is not float:
         scale = read_scale(scale)
-    operands = new_operands((
-        None, None, sinks, None, key_ranges, None, None, None, None, None, None, None, None, None,
-        None, None, None, None, None, None, None, block_indices, counts, cu_seqlens,
-    ))  # fmt: skip
+    operands = Operands(
+        sinks=sinks, key_ranges=key_ranges, block_indices=block_indices, counts=counts,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     scalars = (
         is_causal, 0.0, scale, -1, -1, 0.0, deterministic, backend, block_size, query_block
     )  # fmt: skip

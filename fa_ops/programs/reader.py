@@ -513,8 +513,7 @@ def read(
         NotImplementedError: it does what programs do not have.
         TypeError: its result is not of the right type.
     """
-    name = f"{what} {getattr(function, '__qualname__', type(function).__name__)!r}"
-    session = _Session(name, e, device, tensors)
+    session = _Session(_named(what, function), e, device, tensors)
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C._DisableFuncTorch())
@@ -523,6 +522,7 @@ def read(
         if what == "score_mod":
             arguments.insert(0, _StandIn(e.argument("score"), session, dtype))
         arguments += [session.stand_in(t) for t in buffers]
+        _check_parameters(function, arguments, what, session)
         with session:
             result = function(*arguments)
             session.where = _line_of(function)
@@ -541,6 +541,30 @@ def read(
     if what == "score_mod":
         root = e.cast(root, FLOAT)
     return Reading(root, frozenset(i for i, t in enumerate(tensors) if id(t) in session.made))
+
+
+def _named(what: str, function: Callable) -> str:
+    return f"{what} {getattr(function, '__qualname__', type(function).__name__)!r}"
+
+
+def name_of(what: str, function: Callable) -> str:
+    """A function as errors name it: with its file and line."""
+    return _named(what, function) + _line_of(function)
+
+
+def _check_parameters(function: Callable, arguments: list, what: str, session: _Session) -> None:
+    """Raise TypeError unless a function can be called with these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin function
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        session.where = _line_of(function)
+        names = ["score"] * (what == "score_mod") + ["b", "h", "q_idx", "kv_idx"]
+        names += ["*buffers"] * (len(arguments) > len(names))
+        session.refuse(f"must take ({', '.join(names)}): {error}", TypeError)
 
 
 # What a function depends on: the key by which its reading is kept, and its captured tensors.

@@ -59,8 +59,9 @@ class Split(NamedTuple):
     bias: Node | None  # float, added
     program: ScoreProgram | None
     terms: tuple[Node, ...]  # of the program
-    softcap: float = 0.0  # with it and `slopes` no program is needed, where Sq == Sk
-    slopes: Node | None = None
+    softcap: float  # with it and `slopes` no program is needed, where Sq == Sk
+    slopes: Node | None
+    name: str  # of the functions, in errors
 
     @property
     def has_options(self) -> bool:
@@ -145,8 +146,9 @@ def split(
     nodes = tuple(factored.nodes) if program is not None else ()
     softcap, slopes = (0.0, None) if mask is not None else _options(e, score, grads)
     return Split(
-        e, tuple(window), lower, upper, _all(e, dense_masks), bias, program, nodes, softcap, slopes
-    )
+        e, tuple(window), lower, upper, _all(e, dense_masks), bias, program, nodes, softcap, slopes,
+        name,
+    )  # fmt: skip
 
 
 def _options(e: Expressions, score: Node, grads: Sequence[bool]) -> tuple[float, Node | None]:
@@ -494,11 +496,20 @@ class Prologue:
             t = self.tensors[node.value]
             found = self._view(t, node, full, rank)
             if found is None:
-                found = torch.ops.aten.index(t, index) if index else t
+                found = self._indexed(t, index, node) if index else t
             found = found.to(self.device)  # a number may be on the CPU
             return found.to({FLOAT: self.dtype, INT: torch.int64, BOOL: torch.bool}[node.type])
 
         return evaluate(nodes, leaf, self.dtype, self.device)
+
+    def _indexed(self, t: Tensor, index: list[Tensor], node: Node) -> Tensor:
+        try:
+            return torch.ops.aten.index(t, index)
+        except IndexError as error:
+            raise IndexError(
+                f"{self.split.name} reads {shown(node)}, a tensor of shape {tuple(t.shape)}, out "
+                f"of its bounds: {error}; every index is evaluated, also where keys are masked out"
+            ) from None
 
     @staticmethod
     def _view(t: Tensor, load: Node, full: dict[str, int], rank: int) -> Tensor | None:

@@ -7,7 +7,6 @@ import torch
 
 triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch  # noqa: E402
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
@@ -31,22 +30,11 @@ def meta(*shape, dtype=torch.bfloat16):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled(bound):
     """compiled(arch, run): the kernels that `run` binds, by name, compiled for `arch`."""
 
     def collect(arch, run):
-        kernels = {}
-
-        def bind(fn, args, constants, options, *, device, **details):
-            target = GPUTarget("cuda", arch, 32)
-            kernels[fn.__name__] = launch.compile_kernel(
-                fn, args, constants, options, target, **details
-            )
-            return lambda grid, args: None
-
-        monkeypatch.setattr(host, "bind", bind)
-        monkeypatch.setattr(host, "architecture", lambda device: arch)
-        monkeypatch.setattr(host, "_launches", {})
+        kernels = bound(arch, host)
         run()
         return kernels
 

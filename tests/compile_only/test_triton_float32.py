@@ -7,7 +7,6 @@ import torch
 
 triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import configs, launch, matrix_products  # noqa: E402
 from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
@@ -69,25 +68,13 @@ def meta(*shape, dtype=torch.float32):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled(monkeypatch, bound):
     """compiled(arch, run): the kernels that `run` binds, by name, compiled for `arch`; `mode` is
     how they multiply float32.
     """
 
     def collect(arch, run, mode="split"):
-        kernels = {}
-
-        def bind(fn, args, constants, options, *, device, **details):
-            target = GPUTarget("cuda", arch, 32)
-            kernels[fn.__name__] = launch.compile_kernel(
-                fn, args, constants, options, target, **details
-            )
-            return lambda grid, args: None
-
-        for module in (*HOSTS, matrix_products):
-            monkeypatch.setattr(module, "bind", bind)
-            monkeypatch.setattr(module, "architecture", lambda device: arch)
-            monkeypatch.setattr(module, "_launches", {})
+        kernels = bound(arch, *HOSTS, matrix_products)
         monkeypatch.setattr(configs, "float32_products", lambda *call: mode)
         run()
         return kernels

@@ -9,7 +9,6 @@ import torch
 
 triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch  # noqa: E402
 from fa_ops.call.call import Saved, attention_call  # noqa: E402
@@ -55,21 +54,11 @@ def call_of(name: str, D: int, saved: Saved | None = None):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled(monkeypatch, bound):
     """compiled(arch, run): the kernels that `run` binds, compiled for `arch`."""
 
     def collect(arch, run):
-        kernels = []
-
-        def bind(fn, args, constants, options, *, device, **details):
-            target = GPUTarget("cuda", arch, 32)
-            kernels.append(launch.compile_kernel(fn, args, constants, options, target, **details))
-            return lambda grid, args: None
-
-        for host in (forward, backward):
-            monkeypatch.setattr(host, "bind", bind)
-            monkeypatch.setattr(host, "architecture", lambda device: arch)
-            monkeypatch.setattr(host, "_launches", {})
+        kernels = bound(arch, forward, backward, by_name=False)
         monkeypatch.setattr(forward, "address", lambda t: t)
         monkeypatch.setattr(
             forward, "empty", lambda size, stride, dtype, device: meta(*size, dtype=dtype)

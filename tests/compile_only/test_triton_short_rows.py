@@ -7,7 +7,6 @@ import torch
 
 triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch, short_rows  # noqa: E402
 from fa_ops.backends.triton.configs import holds_short_rows  # noqa: E402
@@ -27,19 +26,11 @@ def meta(*shape, dtype=torch.bfloat16):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled(bound):
     """compiled(arch, S, D, shared, backward): the kernel that the call binds, for `arch`."""
 
     def collect(arch, S, D, shared=True, backward=False):
-        kernels = []
-
-        def bind(fn, args, constants, options, *, device, **details):
-            target = GPUTarget("cuda", arch, 32)
-            kernels.append(launch.compile_kernel(fn, args, constants, options, target, **details))
-            return lambda grid, args: None
-
-        monkeypatch.setattr(short_rows, "bind", bind)
-        monkeypatch.setattr(short_rows, "_launches", {})
+        kernels = bound(arch, short_rows, by_name=False)
         q = meta(B, H, S, D)
         call = attention_call(q, q, q, attn_mask=meta(1 if shared else B, H, S, S))
         if backward:

@@ -5,7 +5,6 @@ import torch
 
 triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch, tangents  # noqa: E402
 from fa_ops.call.call import Saved, Tangents, attention_call  # noqa: E402
@@ -22,20 +21,9 @@ def meta(*shape, dtype):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def compiled(monkeypatch, arch, D, dtype=torch.bfloat16, of_query_alone=False, **options):
+def compiled(bound, arch, D, dtype=torch.bfloat16, of_query_alone=False, **options):
     """The kernels of a causal call, by name, compiled for `arch`."""
-    kernels = {}
-
-    def bind(fn, args, constants, options, *, device, **details):
-        target = GPUTarget("cuda", arch, 32)
-        kernels[fn.__name__] = launch.compile_kernel(
-            fn, args, constants, options, target, **details
-        )
-        return lambda grid, args: None
-
-    monkeypatch.setattr(tangents, "bind", bind)
-    monkeypatch.setattr(tangents, "architecture", lambda device: arch)
-    monkeypatch.setattr(tangents, "_launches", {})
+    kernels = bound(arch, tangents)
     q, out, grad, q_t, out_t, grad_t = (meta(B, HQ, S, D, dtype=dtype) for _ in range(6))
     k, v, k_t, v_t = (meta(B, HKV, S, D, dtype=dtype) for _ in range(4))
     rows = [meta(B, HQ, S, dtype=torch.float32) for _ in range(4)]
@@ -64,25 +52,25 @@ SPILLS_SINGLE = {64: 696, 128: 336, 256: 656}
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("arch", SHARED)
-def test_fits(arch, D, monkeypatch, tmp_path):
-    kernels = compiled(monkeypatch, arch, D)
+def test_fits(arch, D, bound, tmp_path):
+    kernels = compiled(bound, arch, D)
     assert len(kernels) == 3
     for kernel in kernels.values():
         assert_fits(kernel, arch, tmp_path, SPILLS.get((arch, D), 16))
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_float32_fits(D, monkeypatch, tmp_path):
-    for kernel in compiled(monkeypatch, 90, D, torch.float32).values():
+def test_float32_fits(D, bound, tmp_path):
+    for kernel in compiled(bound, 90, D, torch.float32).values():
         assert_fits(kernel, 90, tmp_path, SPILLS_SINGLE[D])
 
 
-def test_a_tangent_of_the_query_alone(monkeypatch, tmp_path):
-    for kernel in compiled(monkeypatch, 90, 64, of_query_alone=True).values():
+def test_a_tangent_of_the_query_alone(bound, tmp_path):
+    for kernel in compiled(bound, 90, 64, of_query_alone=True).values():
         assert_fits(kernel, 90, tmp_path, SPILLS[90, 64])
 
 
-def test_every_option_compiles(monkeypatch):
+def test_every_option_compiles(bound):
     options = {
         "softcap": 2.0, "dropout_p": 0.1, "dropout_seed": meta(1, dtype=torch.int64),
         "alibi_slopes": meta(HQ, dtype=torch.float32), "window_left": 64,
@@ -90,4 +78,4 @@ def test_every_option_compiles(monkeypatch):
         "kv_lens": torch.empty(B, dtype=torch.int32, device="meta"),
         "key_ranges": torch.empty(1, 1, S, 2, dtype=torch.int32, device="meta"),
     }  # fmt: skip
-    assert len(compiled(monkeypatch, 90, 64, **options)) == 3
+    assert len(compiled(bound, 90, 64, **options)) == 3

@@ -456,6 +456,28 @@ def test_errors():
     with pytest.raises(ValueError, match="both ask for lse"):
         aux = torch_flex.AuxRequest(lse=True)
         fa_ops.flex_attention(q, k, v, return_lse=True, return_aux=aux)
+    line = r" '.*' \(test_flex.py, line \d+\) "
+    with pytest.raises(TypeError, match=f"^score_mod{line}must take .score, b, h, q_idx, kv_idx."):
+        fa_ops.flex_attention(q, k, v, lambda s, b, h, i: s)
+    with pytest.raises(TypeError, match=f"^mask_mod{line}must take .b, h, q_idx, kv_idx, .buffers"):
+        fa_ops.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: i >= j, buffers=(q[0, 0, 0],))
+    short, pairs = torch.zeros(3), torch.zeros(f.S, f.S)
+    with pytest.raises(IndexError, match=f"^score_mod{line}reads load0.k., a tensor of shape .3,"):
+        fa_ops.flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s) + short[j])
+    with pytest.raises(
+        NotImplementedError, match=f"^score_mod{line}reads a tensor by query and key"
+    ):
+        fa_ops.flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s + pairs[i, j]))
+    with pytest.raises(
+        NotImplementedError, match=f"^mask_mod{line}reads a tensor by query and key"
+    ):
+        fa_ops.mask_tiles(lambda b, h, i, j: pairs[i, j] > 0, 1, 1, f.S, f.S)
+    with pytest.raises(ValueError, match="^Sq must be at least 0, got -1"):
+        fa_ops.mask_tiles(f.MASKS["causal"], 1, 1, -1, f.S)
+    with pytest.raises(TypeError, match="^Sk must be an int, got 8.0"):
+        fa_ops.mask_tiles(f.MASKS["causal"], 1, 1, 8, 8.0)
+    with pytest.raises(TypeError, match="^mask_mod must be a function, got int"):
+        fa_ops.mask_tiles(3, 1, 1, 8, 8)
     with pytest.raises(ValueError, match="key_ranges and a mask_mod"):
         ranges = torch.tensor([0, 5], dtype=torch.int32).view(1, 1, 1, 2)
         fa_ops.flex_attention(q, k, v, mask_mod=f.MASKS["ancestors"], key_ranges=ranges)

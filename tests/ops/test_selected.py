@@ -46,7 +46,7 @@ def test_results_and_gradients(name, dtype):
 
 @pytest.mark.parametrize("poison", ["nan key", "-inf value", "nan query", "inf grad_out"])
 @pytest.mark.parametrize("query_block", [1, 16])
-def test_numbers_that_nobody_attends_change_nothing(poison, query_block):
+def test_keys_that_no_list_names_change_nothing(poison, query_block):
     case = make_case(B=2, Sq=60, Sk=75, lists=(16, query_block, 2), poison=poison, is_causal=True)
     assert_close_to_oracle(case, "cpu")
 
@@ -470,6 +470,7 @@ TOKENS = {"query": T, "key": T[:, :2], "value": T[:, :2],
 BAD_TOKENS = {
     "a latent cache": ({"key": T[:, 0]}, ValueError,
                        "key must have shape (N, Hkv, D), got (9, 8): pass key[:, None]"),
+    "a batch": ({"query": T[None]}, ValueError, "pass query.transpose(1, 2).flatten(0, 1)"),
     "lists": ({"token_indices": TOKENS["token_indices"][:5]}, ValueError,
               "token_indices has 5 lists, but query has 9 tokens"),
     "rank": ({"token_indices": LISTS}, ValueError, "token_indices must have shape (T, k), got"),
