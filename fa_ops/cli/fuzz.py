@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -308,11 +309,13 @@ def _message(error: Exception) -> str:
 def family_of(target: Target, number: int) -> random_calls.Family:
     """Family `number`: the first draw for this number that the backend supports.
 
+    Of kinds that are not asked for by name, those that the backend lacks become dense ones.
+
     Raises:
         LookupError: the backend supports none of `MAX_DRAWS` draws.
     """
     kind = target.kinds[number % len(target.kinds)]
-    if kind == "quantized" and target.kinds == KINDS and not _has_8_bits(target):
+    if target.kinds == KINDS and not _has_kernels(target, kind):
         kind = "dense"
     for attempt in range(MAX_DRAWS):
         pick = random.Random(f"{number}.{attempt}").choice
@@ -326,10 +329,12 @@ def family_of(target: Target, number: int) -> random_calls.Family:
     )
 
 
-def _has_8_bits(target: Target) -> bool:
-    """Whether the backend has kernels with 8-bit products for this device."""
-    plain = QuantizedCase(make_case(dtype=torch.float16, device=target.device))
-    return refusal(target.backend, plain) is None
+def _has_kernels(target: Target, kind: str) -> bool:
+    """Whether the backend has kernels of a kind, which not every backend has, on this device."""
+    plain = functools.partial(make_case, dtype=torch.float16, device=target.device)
+    if kind == "quantized":
+        return refusal(target.backend, QuantizedCase(plain())) is None
+    return kind != "selected" or refusal(target.backend, plain(lists=(16, 1, 2))) is None
 
 
 def _case_of(

@@ -18,6 +18,7 @@ from fa_ops.cli import app, fuzz
 from fa_ops.cli.fuzz import FuzzRun, Target, family_of, outcomes, plan
 from fa_ops.plans import planning
 from fa_ops.testing import random_calls
+from fa_ops.testing.quantized import QuantizedCase
 
 CPU = Target("cpu", "cpu", (torch.float32, torch.float16))
 
@@ -84,6 +85,22 @@ def test_a_number_always_selects_the_same_case():
 def test_kinds_are_chosen_by_name():
     kinds = {family_of(CPU._replace(kinds=("quantized", "cached")), i).kind for i in range(6)}
     assert kinds == {"quantized", "cached"}
+
+
+def test_kinds_that_a_backend_lacks_become_dense(monkeypatch):
+    """As on GPUs, where a search for a call that there is none of would fail."""
+    monkeypatch.setattr(fuzz, "refusal", lambda backend, case: lacks(case) or None)
+
+    def lacks(case):
+        lists = getattr(case, "lists", None)
+        return "no lists" if lists is not None else isinstance(case, QuantizedCase) and "no 8 bits"
+
+    kinds = [family_of(CPU, number).kind for number in range(len(fuzz.KINDS))]
+    absent = {"selected", "quantized"}
+    assert kinds == ["dense" if kind in absent else kind for kind in fuzz.KINDS]
+    with pytest.raises(LookupError, match="cpu supports none of 20 selected calls"):
+        monkeypatch.setattr(fuzz, "MAX_DRAWS", 20)
+        family_of(CPU._replace(kinds=("selected",)), 0)
 
 
 def test_a_backend_that_refuses_everything_is_a_failure(monkeypatch):
