@@ -45,18 +45,8 @@ if launch.VERSION >= (3, 9):  # which computes the descriptors of products in or
 
 
 @pytest.mark.parametrize("arch", [90, 120])
-def test_backward_fits(arch, monkeypatch, tmp_path):
-    kernels = []
-    bind = launch.compile_kernel
-
-    def collect(fn, args, constants, options, *, device, **details):
-        target = backward.GPUTarget("cuda", arch, 32)
-        kernels.append(bind(fn, args, constants, options, target, **details))
-        return lambda grid, args: None
-
-    monkeypatch.setattr(backward.host, "bind", collect)
-    monkeypatch.setattr(backward.host, "architecture", lambda device: arch)
-    monkeypatch.setattr(backward.host, "_launches", {})
+def test_backward_fits(arch, bound, tmp_path):
+    kernels = bound(arch, backward.host, by_name=False)
     backward.dense(512, {"is_causal": True}, S=250)()
     allowed = (IN_LOOP if arch == 90 else 0, 0, 0)
     for kernel, spills, in_loop in zip(kernels, SPILLS[arch], allowed, strict=True):
