@@ -11,7 +11,11 @@ from fa_ops.functions.explain import explain
 from fa_ops.functions.flex import flex_attention, mask_tiles
 from fa_ops.functions.kv_cache import attention_with_kv_cache
 from fa_ops.functions.quantized import quantized_attention
-from fa_ops.functions.selected import attention_selected, attention_selected_tokens
+from fa_ops.functions.selected import (
+    attention_selected,
+    attention_selected_tokens,
+    select_tokens,
+)
 from fa_ops.ops.rules import SAC_OPS
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ __all__ = [
     "mask_tiles",
     "merge_states",
     "quantized_attention",
+    "select_tokens",
     "set_backend",
     "use_backend",
 ]

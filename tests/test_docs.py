@@ -72,7 +72,7 @@ def test_linters_keep_the_imports_of_examples(page):
 FUNCTIONS = (
     fa_ops.attention, fa_ops.attention_varlen, fa_ops.attention_with_kv_cache, fa_ops.use_backend,
     fa_ops.set_backend, fa_ops.quantized_attention, fa_ops.explain,
-    fa_ops.attention_selected, fa_ops.attention_selected_tokens,
+    fa_ops.attention_selected, fa_ops.attention_selected_tokens, fa_ops.select_tokens,
 )  # fmt: skip
 
 

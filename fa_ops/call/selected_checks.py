@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -121,6 +123,42 @@ def token_values(k: Tensor, lists: Tensor, counts: Tensor | None) -> None:
         at = wrong.nonzero()[0].tolist()
         need(False, "token_indices{} is {}, but there are {} tokens: {}", at,
              int(lists[tuple(at)]), k.shape[0], _NUMBERED)  # fmt: skip
+
+
+def selection(
+    q: Tensor, k: Tensor, weights: Tensor, count: int, scale: float | None,
+    kv_lens: Tensor | None, key_ranges: Tensor | None, attn_mask: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise ValueError or TypeError unless keys of these tensors can be ranked and listed."""
+    checks.given(query=q, key=k, weights=weights)
+    for name, t in (("query", q), ("key", k)):
+        checks.rank(name, t, checks.LAYOUT)
+        checks.same_dtype(q, name, t)
+        checks.same_device(q, name, t)
+    checks.query_dtype(q)
+    (B, H, Sq, D), (Bk, Hk, Sk, Dk) = q.shape, k.shape
+    checks.batches_and_lengths(B, (Bk, Sk), (Bk, Sk))
+    need(Hk == 1, "key has {} heads, but those of an indexer share their keys: pass one head", Hk)
+    checks.heads(H, Hk, Hk, D, Dk)
+    checks.floats(q, "weights", weights)
+    checks.has_shape("weights", weights, (B, H, Sq))
+    need(count >= 1, "count must be at least 1, got {}: it is the length of a list", count)
+    if scale is not None:
+        need(-math.inf < scale < math.inf, "scale must be finite, got {}", scale)
+    if kv_lens is not None:
+        checks.integers(q, "kv_lens", kv_lens)
+        checks.has_shape("kv_lens", kv_lens, (B,))
+    if key_ranges is not None:
+        checks.key_ranges(q, key_ranges, B, 1, Sq)
+    if attn_mask is not None:
+        checks.integers(q, "attn_mask", attn_mask, torch.bool)
+        message = "attn_mask must have shape (B or 1, 1, Sq or 1, Sk) with (B, Sq, Sk) = {}, got {}"
+        found = (B, Sq, Sk), attn_mask.shape
+        need(attn_mask.dim() == 4, message, *found)
+        need(attn_mask.shape[1] == 1, message, *found)
+        need(attn_mask.shape[3] == Sk, message, *found)
+        for size, whole in zip(attn_mask.shape[::2], (B, Sq)):
+            need((size - 1) * (size - whole) == 0, message, *found)
 
 
 def _counts(counts: Tensor, n: int) -> None:

@@ -9,8 +9,15 @@ from torch import Tensor
 from fa_ops.call import backend_option
 from fa_ops.call.call import SELECTED
 from fa_ops.call.options import Operands
-from fa_ops.call.python_types import need_bool, need_number, need_tensor, read_scale, refuse_unknown
-from fa_ops.ops import autocast, selected
+from fa_ops.call.python_types import (
+    need_bool,
+    need_int,
+    need_number,
+    need_tensor,
+    read_scale,
+    refuse_unknown,
+)
+from fa_ops.ops import autocast, selected, token_selection
 from fa_ops.ops.eager import PublicFunction, run
 
 if TYPE_CHECKING:
@@ -222,3 +229,72 @@ def attention_selected_tokens(
         query, key, value, token_indices, counts, scale=scale, sinks=sinks, backend=backend
     )
     return (out, lse) if return_lse else out
+
+
+def select_tokens(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    count: int,
+    *,
+    is_causal: bool = True,
+    scale: float | Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    **unknown: object,
+) -> Tensor:
+    r"""Lists the keys that DSA's lightning indexer scores highest, for each query.
+
+    The score of key ``j`` for query ``i`` is ``sum_h weights[h, i] * relu(scale * query[h, i] .
+    key[j])``, in float32. Memory is linear in the lists: scores are computed in tiles of keys, of
+    which the best join those before. The result is that of sorting all scores, and deterministic:
+    of equal scores the lowest key comes first, and NaN counts as the largest.
+
+    Shape legend: ``B`` batch, ``H`` heads of the indexer, ``Sq`` and ``Sk`` lengths, ``D`` head
+    dimension.
+
+    Args:
+        query: ``(B, H, Sq, D)``, float16, bfloat16, float32, or float64 on the CPU.
+        key: ``(B, 1, Sk, D)``, query's dtype.
+        weights: ``(B, H, Sq)``, query's dtype or float32.
+        count: the length of the lists.
+        is_causal: as in :func:`attention`, aligned at the bottom right; on by default.
+        scale: factor on the products; ``None``: ``1 / sqrt(D)``; a tensor as in
+            :func:`attention`.
+        kv_lens: int32 ``(B,)``: keys of each row, as in :func:`attention`, for a cache.
+        key_ranges: int32 ``(B or 1, 1, Sq or 1, 2)``: each query may attend keys in its half-open
+            range only, as for padding or a window.
+        attn_mask: bool ``(B or 1, 1, Sq or 1, Sk)``: each query may attend keys that are True only.
+        **unknown: refused.
+
+    Returns:
+        int32 ``(B, 1, Sq, count)``, the best key first, without a gradient; -1 behind the last key
+        that a query may attend. :func:`attention_selected` with ``block_size=1`` takes it as
+        ``block_indices``, and :func:`attention_selected_tokens` of one sequence its ``[0, 0]``.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit each other.
+        TypeError: a dtype or Python type that is not accepted.
+
+    Source: DeepSeek-AI, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1.
+
+    Examples:
+        >>> q, k = torch.randn(1, 4, 100, 32), torch.randn(1, 1, 100, 32)
+        >>> fa_ops.select_tokens(q, k, torch.rand(1, 4, 100), 16).shape
+        torch.Size([1, 1, 100, 16])
+    """
+    if unknown:
+        refuse_unknown(select_tokens, unknown)
+    required = {"query": query, "key": key, "weights": weights}
+    optional = {"kv_lens": kv_lens, "key_ranges": key_ranges, "attn_mask": attn_mask}
+    for name, t in (required | optional).items():
+        if t is not None or name in required:
+            need_tensor(name, t)
+    need_bool("is_causal", is_causal)
+    scale = read_scale(scale)
+    return token_selection.SELECT(
+        query, key, weights, need_int("count", count), is_causal,
+        scale=scale if scale is None else need_number("scale", scale), kv_lens=kv_lens,
+        key_ranges=key_ranges, attn_mask=attn_mask,
+    )  # fmt: skip

@@ -14,6 +14,7 @@ from fa_ops.ops import (
     rules,
     seeds,
     selected,
+    token_selection,
     varlen,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "rules",
     "seeds",
     "selected",
+    "token_selection",
     "varlen",
 ]

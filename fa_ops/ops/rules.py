@@ -18,6 +18,7 @@ from fa_ops.ops import (
     programmed,
     quantized,
     selected,
+    token_selection,
     varlen,
 )
 from fa_ops.ops.axes import BATCH, HEADS
@@ -211,6 +212,7 @@ for _operator in (
     programmed.PROGRAMMED_ATTENTION,
     programmed.BACKWARD,
     selected.TOKENS,
+    token_selection.SELECT,
 ):
     _register(_operator, _separate_rule)
 
@@ -325,6 +327,11 @@ def _selected_tokens_flops(query, key, value, token_indices, *args, **options) -
     return _flops(Hq, T * token_indices[1], D, value[2], backward=False)
 
 
+def _select_flops(query, key, weights, count, *args, **options) -> int:
+    B, H, Sq, D = query
+    return 2 * B * H * Sq * key[2] * (D + 1)
+
+
 def _cached_flops(query, key_cache, value_cache, *args, out_val=None, **options) -> int:
     """FLOPs of the keys in use; of the whole capacity where the lengths are symbolic."""
     schema = kv_cache.APPENDING if args[0].is_floating_point() else kv_cache.READING
@@ -357,6 +364,7 @@ def register_flops() -> None:
     register("attention_selected")(_selected_flops)
     register("attention_selected_backward")(_selected_backward_flops)
     register("attention_selected_tokens")(_selected_tokens_flops)
+    register("select_tokens")(_select_flops)
     register("attention_varlen", get_raw=True)(_packed_flops)
     register("attention_varlen_backward", get_raw=True)(_packed_backward_flops)
     register("attention_varlen_jvp", get_raw=True)(_packed_jvp_flops)

@@ -99,6 +99,10 @@ SCHEMAS = {
     "attention_selected_backward": f"({_SAVED}, {_SELECTED}) -> (Tensor, Tensor, Tensor, Tensor)",
     "attention_selected_tokens": f"({_QKV}, Tensor token_indices, Tensor? counts=None, *, "
     "float? scale=None, Tensor? sinks=None, str? backend=None) -> (Tensor, Tensor)",
+    # lists of the keys with the largest sums over heads of weight * relu(scale * query . key)
+    "select_tokens": "(Tensor query, Tensor key, Tensor weights, SymInt count, "
+    "bool is_causal=True, *, float? scale=None, Tensor? kv_lens=None, Tensor? key_ranges=None, "
+    "Tensor? attn_mask=None) -> Tensor",
     # 16-bit tensors, which it quantises, or e4m3 ones with their scales
     "quantized_attention": f"({_QKV}, {_QUANTIZED}) -> (Tensor, Tensor)",
     # which tiles of a mask attention may skip, and where it need not read the mask

@@ -129,6 +129,9 @@ fa::attention_selected_backward(Tensor grad_out, Tensor? grad_lse, Tensor query,
 fa::attention_selected_tokens(Tensor query, Tensor key, Tensor value, Tensor token_indices,
   Tensor? counts=None, *, float? scale=None, Tensor? sinks=None, str? backend=None) -> (Tensor,
   Tensor)
+fa::select_tokens(Tensor query, Tensor key, Tensor weights, SymInt count, bool is_causal=True, *,
+  float? scale=None, Tensor? kv_lens=None, Tensor? key_ranges=None,
+  Tensor? attn_mask=None) -> Tensor
 fa::quantized_attention(Tensor query, Tensor key, Tensor value, Tensor? q_scale=None,
   Tensor? k_scale=None, Tensor? v_scale=None, bool is_causal=False, *, float? scale=None,
   SymInt window_left=-1, SymInt window_right=-1, float softcap=0., Tensor? sinks=None,
@@ -224,6 +227,7 @@ def calls() -> dict[str, tuple]:
         "attention_selected": (*args[:3], lists, 8),
         "attention_selected_backward": (*saved_by(selected.BLOCKS, (*args[:3], lists, 8), {}),),
         "attention_selected_tokens": (*(x[0].transpose(0, 1) for x in args[:3]), lists[0, 0]),
+        "select_tokens": (args[0], args[1][:, :1], args[0][..., 0], 2),
         "quantized_attention": args[:3],
         "merge_states": states,
     }

@@ -35,7 +35,7 @@ from tests.call.test_errors import (
 )
 from tests.compat import test_flash_attn, test_flash_attn_3, test_flash_attn_interface
 from tests.ops import test_kv_cache as caches
-from tests.ops import test_quantized, test_quantized_packed, test_selected
+from tests.ops import test_quantized, test_quantized_packed, test_select_tokens, test_selected
 from tests.ops import test_varlen_pages as pages
 
 Call = Callable[[], object]
@@ -119,6 +119,10 @@ BAD: dict[str, list[Call]] = {
         [bad[0] for bad in test_selected.BAD_TOKENS.values()],
         lambda change: fa_ops.attention_selected_tokens(**test_selected.TOKENS | change),
     ),
+    "select_tokens": cases_of(
+        [bad[0] for bad in test_select_tokens.BAD.values()],
+        lambda change: fa_ops.select_tokens(**test_select_tokens.VALID | change),
+    ),
     "flex_attention": cases_of(
         [{"score_mod": 3}, {"block_mask": 3}, {"key": rand(1, 1, 7, 8)}, {"score_mod": controlled}],
         lambda change: fa_ops.flex_attention(**valid() | {"enable_gqa": True} | change),
@@ -157,6 +161,7 @@ GOOD: list[Call] = [
     lambda: test_quantized_packed.attend(),
     lambda: fa_ops.attention_selected(**test_selected.BLOCKS),
     lambda: fa_ops.attention_selected_tokens(**test_selected.TOKENS),
+    lambda: fa_ops.select_tokens(**test_select_tokens.VALID),
     lambda: fa_ops.flex_attention(**valid(), enable_gqa=True),
     *(partial(caches.by_function, case) for case in (caches.CASES["append"], caches.PAGED)),
     lambda: quantized(test_quantized._tensors()),
