@@ -6,21 +6,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.utils import counters
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_passes import report
 from compile_passes.emit.masks import add_mask_blocks
 from compile_passes.emit.replacement import QuantizedProducts, rewrite
+from compile_passes.ir.axes import is_one
 from compile_passes.ir.graph import EXAMPLES, SOURCE_METADATA, GraphView, Value
 from compile_passes.ir.vocabulary import operation, raw_name
-from compile_passes.masks import call_rules
 from compile_passes.masks.affine import Exactness
 from compile_passes.masks.classification import classify_masks
-from compile_passes.masks.mask_terms import ClassifiedMasks, NotMaskedAlike, with_gate_for_fill
+from compile_passes.masks.mask_terms import (
+    ClassifiedMasks,
+    EmptyRows,
+    NotMaskedAlike,
+    with_gate_for_fill,
+)
 from compile_passes.masks.symbolic_evaluator import SymbolicEvaluator
 from compile_passes.match.attention_site import AttentionSite, attention_site
 from compile_passes.match.matcher import NO_SCORES as NO_SCORES
@@ -194,7 +200,7 @@ class CoreFusion:
         call = self.calls.get(site.core.weights.softmax.node)
         if call is None:
             return ""
-        taken, reason = call_rules.decide(site, masks, call)
+        taken, reason = decide_call(site, masks, call)
         products = "" if taken else self._products(site, masks)
         if products == EIGHT_BIT:
             return "8-bit products were asked for"
@@ -230,6 +236,122 @@ def fuse_module(
                 child.recompile()
             findings += found
     return findings
+
+
+# Whether replacing a call of scaled_dot_product_attention or FlexAttention pays: one table of
+# rules, of which the first that holds decides. The measurements are those of
+# docs/performance/models.md and cpu.md.
+
+
+class CallCase(NamedTuple):
+    """The facts by which the rules decide."""
+
+    site: AttentionSite
+    masks: ClassifiedMasks
+    call: AttentionCall
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the call."""
+        return self.site.q.value.tensor.device
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of the CUDA device, (0, 0) where this machine has none."""
+        known = torch.cuda.is_available()
+        return torch.cuda.get_device_capability(self.device) if known else (0, 0)
+
+
+class CallRule(NamedTuple):
+    """A call for which `holds` is true is taken or left, for this reason."""
+
+    holds: Callable[[CallCase], bool]
+    taken: bool
+    reason: str
+
+
+def _reads_mask_for_gradients(case: CallCase) -> bool:
+    """Whether the rows without keys, or large numbers, are to be found in a mask first."""
+    return case.masks.empty_rows is EmptyRows.ABSORBED and case.site.requires_grad
+
+
+def _stored(case: CallCase) -> list[Tensor]:
+    """What FlexAttention computes in its kernel and the operator would read, for all queries and
+    keys.
+    """
+    both = {*case.site.queries}, {*case.site.keys}
+    leaves = [leaf for leaf in case.masks.leaves if all(leaf.axes() & axes for axes in both)]
+    own = case.call.nodes if case.call.operation == "flex_attention" else ()
+    return [x.value.tensor for x in leaves if x.value.op != "reshape" and x.value.node in own]
+
+
+def _stores_a_small_mask(case: CallCase) -> bool:
+    """Whether that is one mask of bools, no larger than the query, and Hopper's kernels read it."""
+    stored, q = _stored(case), case.site.q.value.tensor
+    fits = len(stored) == 1 and stored[0].dtype == torch.bool
+    small = fits and statically_known_true(stored[0].numel() <= q.numel() * q.dtype.itemsize)
+    return small and _is_on_hopper(case) and not _is_wide_on_gpu(case)
+
+
+def _computes_scores(case: CallCase) -> bool:
+    return bool(_stored(case))
+
+
+def _mask_becomes_compact(case: CallCase) -> bool:
+    """Whether the mask, or a part of it, needs no reading of all its elements."""
+    masks = case.masks
+    compact = masks.interval or masks.left is not None or masks.right is not None
+    return case.call.has_mask and bool(compact or not masks.is_dense)
+
+
+def _is_wide_on_gpu(case: CallCase) -> bool:
+    return case.device.type == "cuda" and case.site.dtype.itemsize > 2
+
+
+def _is_on_hopper(case: CallCase) -> bool:
+    return case.device.type == "cuda" and case.capability[0] == 9
+
+
+def _repeats_heads(case: CallCase) -> bool:
+    return len(case.site.heads) > len(case.site.kv_heads)
+
+
+def _is_one_query_on_cpu(case: CallCase) -> bool:
+    queries = case.site.queries
+    return case.device.type == "cpu" and all(is_one(axis.size) for axis in queries)
+
+
+CALL_RULES = (
+    CallRule(
+        _reads_mask_for_gradients,
+        False,
+        "its mask may leave rows without keys, which training has to find first",
+    ),
+    # H200, causal: FlexAttention takes 3.06 and 7.63 ms forward and backward, with a mask of bools
+    # the operator takes 1.69 and 4.74
+    CallRule(_stores_a_small_mask, True, "its mask is stored, in no more bytes than the query"),
+    CallRule(_computes_scores, False, "its scores or mask would be stored for every query and key"),
+    # CPU, 2048 keys, one core: a window of 128 given as a mask takes 124 ms, the operator 24;
+    # a causal mask 210 and 71
+    CallRule(_mask_becomes_compact, True, "its mask becomes compact, and masked tiles are skipped"),
+    CallRule(_is_wide_on_gpu, False, "the GPU kernels are made for 16 bits"),
+    # H200, Llama of 8B shape: SDPA takes 1.36 times as long in the prefill, 1.21 in training
+    CallRule(_is_on_hopper, True, "the kernels for Hopper are faster"),
+    # CPU, 8 and 2 heads, 1 query, 1024 keys: 1.9 ms with repeated keys and values, 0.45 without
+    CallRule(_repeats_heads, True, "keys and values are not repeated"),
+    # CPU, 8 heads, 1 query, 1024 keys: 2.2 ms and 1.2
+    CallRule(_is_one_query_on_cpu, True, "for one query the keys are split among the cores"),
+    CallRule(lambda case: True, False, "torch computes it as fast"),
+)
+
+
+def decide_call(
+    site: AttentionSite, masks: ClassifiedMasks, call: AttentionCall
+) -> tuple[bool, str]:
+    """(whether the call is replaced, why)"""
+    case = CallCase(site, masks, call)
+    rule = next(rule for rule in CALL_RULES if rule.holds(case))
+    return rule.taken, rule.reason
 
 
 # What the pass would do to a function, without compiling it.

@@ -79,7 +79,6 @@ TOP = {
     "compile_passes.masks": (
         "compile_passes.masks",
         "compile_passes.match",
-        "compile_passes.rewrites.edit_log",
         "compile_passes.ir",
         "compile_passes.report",
     ),

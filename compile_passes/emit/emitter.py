@@ -20,8 +20,7 @@ from compile_passes.ir.axes import (
     resolve_dims,
     sizes_equal,
 )
-from compile_passes.ir.graph import Value, example, is_tensor
-from compile_passes.ir.insertion import NodeInserter
+from compile_passes.ir.graph import NodeInserter, Value, example, is_tensor
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.states import BiasTerm, Leaf
 from compile_passes.report import Refusal

@@ -51,8 +51,7 @@ from compile_passes.masks.affine import (
     sort_key,
     symbolic,
 )
-from compile_passes.masks.key_intervals import Bound, Extreme
-from compile_passes.masks.mask_terms import ClassifiedMasks, EmptyRows, KeepMask
+from compile_passes.masks.mask_terms import Bound, ClassifiedMasks, EmptyRows, Extreme, KeepMask
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.states import (
     MAX_ROW_MASK,

@@ -16,7 +16,7 @@ from compile_passes.ir.axes import Axis, Dims, Group, resolve
 from compile_passes.ir.constants import constant_value
 from compile_passes.ir.graph import GraphView, Value
 from compile_passes.ir.vocabulary import LAYOUT, raw_name
-from compile_passes.match import score_rules, softmax_rules, weight_rules
+from compile_passes.match import score_rules, weight_rules
 from compile_passes.match.products import (
     Addition,
     Contraction,
@@ -140,7 +140,7 @@ class Matcher:
         if isinstance(state, MatchedScores):
             return _apply_to_scores(value, state, name, operand_state)
         if isinstance(state, DetachedScores):
-            return softmax_rules.detached_maximum(value, state)
+            return weight_rules.detached_maximum(value, state)
         guard = self._guard(value)
         if isinstance(state, MatchedWeights) and guard:
             return weight_rules.without_empty_rows(value, state, guard)
@@ -155,7 +155,7 @@ class Matcher:
             path = (*state.path, value)
             return dataclasses.replace(state.weights, softmax=value, path=path, dims=state.dims)
         if isinstance(state, RowStatistic):
-            return softmax_rules.row_rule(value, state, name)
+            return weight_rules.row_rule(value, state, name)
         return self._apply_to_exponentials(value, state, name, x, operand_state)
 
     def _guard(self, value: Value) -> NanWeights | HiddenScores | None:
@@ -170,25 +170,25 @@ class Matcher:
     ) -> State | None:
         """The effect of an operation on exponentials of scores, their sum or their product."""
         if isinstance(state, ScoreExps) and value.op in ("sum", "mean", "norm", "einsum"):
-            return softmax_rules.sum_of_exps(value, state)
-        if isinstance(state, ScoreExps) and softmax_rules.hides_exps(value, name):
-            return softmax_rules.hidden_exps(value, state, name)
+            return weight_rules.sum_of_exps(value, state)
+        if isinstance(state, ScoreExps) and weight_rules.hides_exps(value, name):
+            return weight_rules.hidden_exps(value, state, name)
         if isinstance(state, ScoreExps) and value.op == "normalize":
-            return self._normalised(value, state, softmax_rules.normalize(value, state))
+            return self._normalised(value, state, weight_rules.normalize(value, state))
         if isinstance(state, ShiftExp) and isinstance(operand_state, ExpSum):
             state, x, operand_state = operand_state, None, state
         if isinstance(state, InverseExpSum) and value.op == "mul":
             state, operand_state, name = operand_state, state, "input"
         if isinstance(state, ExpSum):
-            return softmax_rules.sum_rule(value, state, name, operand_state or x)
+            return weight_rules.sum_rule(value, state, name, operand_state or x)
         divisor = {"div": ExpSum, "mul": InverseExpSum}.get(value.op, ())
         if name == "input" and isinstance(operand_state, divisor):
             if not isinstance(state, (ScoreExps, UnnormalizedOutput)):
                 raise Refusal("they are divided by something")
-            found = softmax_rules.normalised(value, state, operand_state)
+            found = weight_rules.normalised(value, state, operand_state)
             return self._normalised(value, state, found)
         if isinstance(state, UnnormalizedOutput) and constant_value(x) and name == "input":
-            return softmax_rules.scaled_output(value, state, float(constant_value(x)))
+            return weight_rules.scaled_output(value, state, float(constant_value(x)))
         raise Refusal(f"{raw_name(value.node)} is applied to their exponentials")
 
     def _normalised(
@@ -242,7 +242,7 @@ class Matcher:
                 self.misses[value] = str(_mismatch(value, state, refusal).reason)
                 return None
         if isinstance(state, DetachedScores):
-            state = _mismatch(value, state, softmax_rules.DETACHED)
+            state = _mismatch(value, state, weight_rules.DETACHED)
         if not isinstance(state, MatchedScores):
             written = self._writer_of_scores(value.args.get("input"))
             why = f"{WRITTEN} {written}, which is no mask or bias" if written else NO_SCORES
@@ -257,7 +257,7 @@ class Matcher:
         if not keys:
             return Mismatch(ONE_KEY, value, size_one_softmax=value)
         try:
-            softmax_rules.check_over_keys(state, keys)
+            weight_rules.check_over_keys(state, keys)
         except Refusal as refusal:
             self.misses[value] = str(refusal)
             return None
@@ -302,7 +302,7 @@ class Matcher:
         if isinstance(state, ScoreExps):
             path = (*state.path, *c.through, value)
             if constant_value(v) == 1:
-                return softmax_rules.sum_by_ones(state, path, tuple(keys), dims, features)
+                return weight_rules.sum_by_ones(state, path, tuple(keys), dims, features)
             self._exponentials.multiplied.add(state.exp)
             return UnnormalizedOutput(dims, path, state, tuple(keys), leaf, features)
         if state.scores.sink and state.keys != state.scores.keys_without_sink:
@@ -354,11 +354,11 @@ def _apply_to_scores(
     value: Value, s: MatchedScores, name: str, operand_state: State | None
 ) -> State:
     if value.op == "sub" and name == "input" and isinstance(operand_state, RowStatistic):
-        return softmax_rules.subtract_row(value, s, operand_state)
+        return weight_rules.subtract_row(value, s, operand_state)
     base = 2.0 if value.op == "exp2" else constant_value(value.args.get("input"))
     is_power = value.op == "exp2" or (value.op == "pow" and name == "other")
     if is_power and not s.sink and base and base > 0 and base != 1:
-        return softmax_rules.exponentials(value, s, base)
+        return weight_rules.exponentials(value, s, base)
     if value.op == "eq" and not s.sink:
         return weight_rules.hidden_scores(value, s, name)
     if value.op == "exp":

@@ -19,8 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from compile_passes.ir.axes import sizes_equal
-from compile_passes.ir.graph import SOURCE_METADATA, example, meta_key
-from compile_passes.ir.insertion import NodeInserter
+from compile_passes.ir.graph import SOURCE_METADATA, NodeInserter, example, meta_key
 from compile_passes.ir.vocabulary import bind, operation, raw_name, read_elsewhere
 from compile_passes.report import Refusal
 from compile_passes.rewrites.edit_log import AttentionCall, Edit, EditLog

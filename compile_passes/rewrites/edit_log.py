@@ -9,8 +9,7 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch.fx.node import map_arg
 
-from compile_passes.ir.graph import example
-from compile_passes.ir.insertion import NodeInserter
+from compile_passes.ir.graph import NodeInserter, example
 from compile_passes.ir.vocabulary import MAYBE_VIEWS, operation
 from compile_passes.report import Refusal, internal_error
 from compile_passes.report import log as logger

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from compile_passes.ir.graph import example
-from compile_passes.ir.insertion import NodeInserter, restride
+from compile_passes.ir.graph import NodeInserter, example, restride
 from compile_passes.ir.vocabulary import bind, operation
 from compile_passes.rewrites.edit_log import Edit, EditLog
 

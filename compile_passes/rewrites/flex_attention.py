@@ -19,8 +19,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_kno
 from torch.fx.node import map_arg
 
 from compile_passes.ir.axes import Size, is_one, sizes_equal
-from compile_passes.ir.graph import example, written_nodes
-from compile_passes.ir.insertion import NodeInserter
+from compile_passes.ir.graph import NodeInserter, example, written_nodes
 from compile_passes.ir.vocabulary import bind, operation, raw_name
 from compile_passes.report import Refusal
 from compile_passes.rewrites.attention_calls import check_inputs, repeated_heads

@@ -15,8 +15,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from compile_passes.ir.axes import is_one, sizes_equal
-from compile_passes.ir.graph import example
-from compile_passes.ir.insertion import NodeInserter, restride
+from compile_passes.ir.graph import NodeInserter, example, restride
 from compile_passes.ir.vocabulary import bind, operation
 from compile_passes.rewrites.edit_log import Edit, EditLog
 

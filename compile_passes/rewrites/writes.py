@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from compile_passes.ir.axes import sizes_equal
-from compile_passes.ir.graph import example, run
-from compile_passes.ir.insertion import NodeInserter
+from compile_passes.ir.graph import NodeInserter, example, run
 from compile_passes.ir.vocabulary import bind, operation, raw_name
 from compile_passes.rewrites.edit_log import Edit, EditLog
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import compile_passes
-from compile_passes.masks import call_rules
+from compile_passes.fuse import CallCase
 from fa_ops.testing import assert_within_budget
 from tests.compile_passes.block_masks import kept_elements, masked, random_block_mask
 from tests.compile_passes.helpers import assert_same, fuse, qkv, results
@@ -226,8 +226,8 @@ GIVEN = {
 def on_hopper(monkeypatch):
     """The rules decide as on Hopper, and gradients are permitted on the CPU."""
     device = property(lambda case: torch.device("cuda:0"))
-    monkeypatch.setattr(call_rules.CallCase, "device", device)
-    monkeypatch.setattr(call_rules, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(CallCase, "device", device)
+    monkeypatch.setattr(CallCase, "capability", (9, 0))
     module = sys.modules[flex_attention.__module__]
     monkeypatch.setattr(module, "_validate_device", lambda query, key, value: None)
 

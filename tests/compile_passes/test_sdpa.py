@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import compile_passes
-from compile_passes.masks import call_rules
+from compile_passes.fuse import CALL_RULES, CallCase
 from tests.compile_passes.helpers import assert_same, check, fuse, qkv, verified
 from tests.compile_passes.spellings.sdpa_calls import CASES
 
@@ -153,18 +153,18 @@ def test_rules(function, capability, dtype, reason, monkeypatch):
     """The table decides by device, dtype and mask; only the device is pretended."""
     if capability:
         device = property(lambda case: torch.device("cuda:0"))
-        monkeypatch.setattr(call_rules.CallCase, "device", device)
-        monkeypatch.setattr(call_rules, "compute_capability", lambda device: capability)
+        monkeypatch.setattr(CallCase, "device", device)
+        monkeypatch.setattr(CallCase, "capability", capability)
     fusion = fuse(function)
     fusion.run(*(x.requires_grad_() for x in qkv(dtype=dtype)))
     (finding,) = fusion.findings
     assert finding.reason.startswith(reason), finding.reason
-    taken = {rule.reason: rule.taken for rule in call_rules.RULES}[finding.reason]
+    taken = {rule.reason: rule.taken for rule in CALL_RULES}[finding.reason]
     assert finding.fused == taken
 
 
 def test_every_rule_has_a_reason_of_its_own():
-    reasons = [rule.reason for rule in call_rules.RULES]
+    reasons = [rule.reason for rule in CALL_RULES]
     assert len(set(reasons)) == len(reasons) and all(reasons)
 
 
@@ -295,7 +295,7 @@ def test_operators_of_kernels_that_are_left(function, reason):
 
 @pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
 def test_operators_of_gpu_kernels_are_calls(name, monkeypatch):
-    monkeypatch.setattr(call_rules, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(CallCase, "capability", (9, 0))
     kernel = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
     masked = name != "flash"
 
