@@ -118,12 +118,13 @@ def _of_functions(query: Tensor, key: Tensor, value: Tensor, options: dict) -> C
         refuse_unknown(flex.flex_attention, dict.fromkeys(unknown))
     given = {name: x for name, x in options.items() if name not in unknown}
     arguments = flex.Arguments(query, key, value, **given)
-    function, operands, scalars, split = flex.described(arguments)
+    described = flex.described(arguments)
+    function, operands, scalars, split, _ = described
     call = checked_call(function.signature, query, key, value, operands, scalars)
     planning.check(call)
     found = _explained(call, None)
     notes = dispatch.notes(query, key, value, operands, scalars[0])
-    lines = (*notes, *split.lines(), *flex.tile_classes(arguments, call))
+    lines = (*notes, *split.lines(), *flex.tile_lines(arguments, described))
     return found._replace(notes=lines)
 
 

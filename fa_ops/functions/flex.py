@@ -15,12 +15,14 @@ from fa_ops.call import checks
 from fa_ops.call.call import PROGRAMMED, Call
 from fa_ops.call.options import NO_OPERANDS, Operands
 from fa_ops.call.python_types import Window, need_bool, need_int, need_tensor, read_scale, sides
+from fa_ops.functions import tile_cache
 from fa_ops.functions.attention import DENSE_FUNCTION
+from fa_ops.functions.tile_cache import MaskedCall, TensorStates
 from fa_ops.ops import autocast, library, programmed
 from fa_ops.ops.eager import PublicFunction, run
 from fa_ops.programs import tiles
-from fa_ops.programs.expressions import BOOL, INT, Expressions, Node, order
-from fa_ops.programs.program import TILE_SIZE, ScoreProgram, constants_of, parse
+from fa_ops.programs.expressions import BOOL, INT, Expressions, Node
+from fa_ops.programs.program import TILE_SIZE, ScoreProgram, constants_of
 from fa_ops.programs.reader import identity_of, name_of, read
 from fa_ops.programs.splitting import Prologue, Split, split
 
@@ -140,7 +142,7 @@ def flex_attention(
 
 def _attend(given: Arguments, with_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """out, or (out, lse)."""
-    call = described(given)
+    call = _with_tiles(given, described(given))
     return run(*given[:3], call.operands, call.scalars, call.function, with_lse)
 
 
@@ -209,6 +211,30 @@ class FlexCall(NamedTuple):
     operands: Operands
     scalars: tuple
     split: Split
+    captured: Sequence[Tensor] = ()  # tensors by the number by which the split reads them
+
+    def masked(self, given: Arguments) -> MaskedCall | None:
+        """The call as its tiles depend on it; None if it has no mask that leaves tiles empty."""
+        t, Sk = self.operands, given.sizes[3]
+        if self.function is not PROGRAMMED_FUNCTION or self.split.program.mask is None:
+            return None
+        left, right = self.scalars[3], 0 if self.scalars[0] else self.scalars[4]
+        keys = Sk if left < 0 and right < 0 else Sk // 2 if left < 0 or right < 0 else left + right
+        has_backward = any(map(tracing.is_differentiated, given[:3]))
+        return MaskedCall(
+            self.split, self.captured, t.term_values, t.term_indices, given.sizes,
+            given.query.shape[3] + given.value.shape[3], min(keys + 1, Sk), has_backward,
+            given.query.device,
+        )  # fmt: skip
+
+
+def _with_tiles(given: Arguments, call: FlexCall) -> FlexCall:
+    """The call with runs of tiles, where it has none and they pay."""
+    masked = None if call.operands.tile_runs is not None else call.masked(given)
+    runs = None if masked is None else tile_cache.runs_of(masked)
+    if runs is None:
+        return call
+    return call._replace(operands=call.operands._replace(tile_runs=runs))
 
 
 def described(given: Arguments) -> FlexCall:
@@ -257,7 +283,7 @@ def described(given: Arguments) -> FlexCall:
         scalars = (*scalars[:5], 0.0, *scalars[6:], str(found.program))
     if all(t is None for t in operands):
         operands = NO_OPERANDS
-    return FlexCall(function, operands, scalars, found)
+    return FlexCall(function, operands, scalars, found, tensors)
 
 
 def _check(given: Arguments) -> None:
@@ -355,10 +381,7 @@ def _masks(given: Arguments) -> tuple[list[MaskMod], _Table | None, Tensor | Non
                          "make one for these queries")  # fmt: skip
     if min(block) >= max(Sq, Sk) and block_mask.full_kv_num_blocks is None:
         return [*masks, own], None, None
-    table = _Table(_states(block_mask, Sk), block)
-    if _agrees(given, block_mask, table):
-        return [*masks, own], None, None
-    return [*masks, own], table, None
+    return [*masks, own], _table_of(given, block_mask), None
 
 
 def _states(block_mask: BlockMask, Sk: int) -> Tensor:
@@ -377,24 +400,37 @@ def _states(block_mask: BlockMask, Sk: int) -> Tensor:
     return states[..., :columns]
 
 
-_agreements: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+class _KnownTable(NamedTuple):
+    """The table of a BlockMask, None where it changes nothing, while tensors are as they were."""
+
+    sizes: tuple
+    states: TensorStates
+    table: _Table | None
 
 
-def _agrees(given: Arguments, block_mask: BlockMask, table: _Table) -> bool:
-    """Whether the lists of a BlockMask are proved to be those of its mask_mod.
+_tables: weakref.WeakKeyDictionary[BlockMask, _KnownTable] = weakref.WeakKeyDictionary()
+
+
+def _table_of(given: Arguments, block_mask: BlockMask) -> _Table | None:
+    """The lists of a BlockMask, unless they are proved to be those of its mask_mod.
 
     Then they change nothing. The proof is by intervals, once for each BlockMask.
     """
-    tensors = identity_of(block_mask.mask_mod).tensors
-    if not tracing.can_read(table.states, *tensors, waiting=True):
-        return False
+    names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+    lists = [t for t in (getattr(block_mask, name) for name in names) if t is not None]
+    tensors = [*identity_of(block_mask.mask_mod).tensors, *lists]
+    is_known = tracing.can_read(*tensors, waiting=True) and not tracing.in_functorch()
+    known = _tables.get(block_mask) if is_known else None
+    if known is not None and known.sizes == given.sizes and known.states.hold(tensors):
+        return known.table
+    table = _Table(_states(block_mask, given.sizes[3]), tuple(block_mask.BLOCK_SIZE))
+    if not is_known:
+        return table
     blocks = table.states.shape[2] * table.states.shape[3]
-    settings = given.sizes, tuple(t._version for t in (*tensors, block_mask.kv_indices))
-    known = _agreements.get(block_mask)
-    if known is None or known[0] != settings:
-        known = settings, blocks <= 2**20 and _is_proved(given, block_mask.mask_mod, table)
-        _agreements[block_mask] = known
-    return known[1]
+    if blocks <= 2**20 and _is_proved(given, block_mask.mask_mod, table):
+        table = None
+    _tables[block_mask] = _KnownTable(given.sizes, TensorStates(tensors), table)
+    return table
 
 
 def _is_proved(given: Arguments, mask_mod: MaskMod, table: _Table) -> bool:
@@ -402,8 +438,9 @@ def _is_proved(given: Arguments, mask_mod: MaskMod, table: _Table) -> bool:
     if program is None:
         return False
     states = table.states.cpu().numpy()
-    for b in range(given.sizes[0] if _varies(program, "b") else states.shape[0]):
-        for h in range(given.sizes[1] if _varies(program, "h") else states.shape[1]):
+    by_batch, by_head = tiles.differs(program)
+    for b in range(given.sizes[0] if by_batch else states.shape[0]):
+        for h in range(given.sizes[1] if by_head else states.shape[1]):
             intervals = tiles.MaskIntervals(program, terms, b, h, given.sizes)
             found = tiles.classes(intervals, table.block)
             listed = states[min(b, states.shape[0] - 1), min(h, states.shape[1] - 1)]
@@ -412,12 +449,6 @@ def _is_proved(given: Arguments, mask_mod: MaskMod, table: _Table) -> bool:
             ).any():
                 return False
     return True
-
-
-def _varies(program: ScoreProgram, index: str) -> bool:
-    by = {"b": "by_batch", "h": "by_head"}[index]
-    reads = program.expressions.argument(index) in order(program.mask)
-    return reads or any(getattr(term, by) for term in program.terms)
 
 
 def _whole_mask(
@@ -536,19 +567,27 @@ def _in_blocks(e: Expressions, condition: Node, table: _Table, tensor: int) -> N
     return e.make("or", is_full, e.make("and", is_listed, e.cast(condition, BOOL)))
 
 
-def tile_classes(given: Arguments, call: Call) -> list[str]:
-    """How many tiles the program's mask leaves empty, full and mixed, of the first head."""
-    if not call.is_programmed or not tracing.can_read(*given[:3], waiting=True):
+def tile_lines(given: Arguments, call: FlexCall) -> list[str]:
+    """How many tiles the program's mask leaves empty, full and mixed, of the first head.
+
+    And whether the call skips them.
+    """
+    masked, t = call.masked(given), call.operands
+    if masked is None:
         return []
-    program, t = parse(call.options.program), call.operands
-    m, n = (-(-size // TILE_SIZE) for size in given.sizes[2:])
-    if program.mask is None or m * n > 2**20:
-        return []
+    if t.tile_runs is not None:
+        skipping = "empty tiles are skipped, as block_mask lists the others"
+    else:
+        skipping = tile_cache.explanation(masked)
+    m, n = masked.grid
+    if not tracing.can_read(*given[:3], waiting=True) or m * n > 2**20:
+        return [skipping]
+    program = call.split.program
     terms = program.views(t.term_values, t.term_indices, *given.sizes)
     intervals = tiles.MaskIntervals(program, terms, 0, 0, given.sizes)
     found = tiles.classes(intervals, (TILE_SIZE, TILE_SIZE))
     counts = [int((found == kind).sum()) for kind in (tiles.EMPTY, tiles.FULL, tiles.MIXED)]
-    return ["tiles of the mask: {} empty, {} full, {} mixed".format(*counts)]
+    return ["tiles of the mask: {} empty, {} full, {} mixed".format(*counts), skipping]
 
 
 def mask_tiles(
@@ -593,7 +632,7 @@ def mask_tiles(
             raise ValueError(f"{name} must be at least 0, got {size}: it is a number of elements")
     captured = (*identity_of(mask_mod).tensors, *buffers)
     where = captured[0].device if captured else torch.device("cpu")
-    if not tracing.can_read(*captured, waiting=True):
+    if not tracing.can_read(*captured, waiting=True) or tracing.in_functorch():
         raise NotImplementedError("mask_tiles reads the values that mask_mod captures, which are "
                                   "not known while this is traced: call it before")  # fmt: skip
     program, terms = _whole_mask(mask_mod, tuple(buffers), sizes, where)

@@ -119,6 +119,11 @@ def _redispatch(schema: Schema, keyset, call: Call, q, k, v, operands, with_lse)
         return library.redispatch(schema.operator, keyset, q, k, v, *args, **options)
 
 
+# An operand that no result depends on. It is not saved as a tensor: a checkpoint that is computed
+# again may have found runs by then, or have none any more, and must save equally many tensors.
+_TILE_RUNS = ("tile_runs",)
+
+
 class Attention(library.SingleLevelFunction):
     """forward(recording, query, key, value, *tensors) -> out, or (out, lse).
 
@@ -133,7 +138,10 @@ class Attention(library.SingleLevelFunction):
         if tensors:
             operands = new_operands(plan.operands.places((*tensors, None)))
         out, lse = plan.run(q, k, v, operands, True)
-        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        saved = tensors
+        if plan.operands.names[-1:] == _TILE_RUNS:
+            *saved, ctx.tile_runs = tensors
+        ctx.save_for_backward(q, k, v, out, lse, *saved)
         if recording.forward_mode:
             ctx.save_for_forward(q, k, v, out, lse, *tensors)
         ctx.recording = recording
@@ -156,6 +164,8 @@ class Attention(library.SingleLevelFunction):
     def backward(ctx, grad_out, grad_lse=None):
         """Gradients by the backward plan, or by the operator where it must be seen."""
         q, k, v, out, lse, *others = ctx.saved_tensors
+        if ctx.recording.plan.operands.names[-1:] == _TILE_RUNS:
+            others.append(ctx.tile_runs)
         if grad_out is None and grad_lse is None:  # as behind a double backward
             pairs = zip((None, q, k, v, *others), ctx.needs_input_grad)
             return tuple([torch.zeros_like(x) if needed else None for x, needed in pairs])

@@ -30,7 +30,7 @@ from fa_ops.programs.expressions import (
 from fa_ops.programs.program import MAX_RUNS, TILE_SIZE, ScoreProgram, padding_of_distances
 
 EMPTY, FULL, MIXED = 0, 1, 2
-_GROUP = 32  # tiles of a side of a box, whose class is tried first
+GROUP = 32  # tiles of a side of a box, whose class is tried first
 _CHUNK = 2**16  # tiles of which intervals are computed at once
 _KEPT = 4 * MAX_RUNS  # runs of a column before they are merged
 _ERROR = 1e-5  # relative, of float32 arithmetic of a few operations
@@ -301,23 +301,33 @@ def classes(intervals: MaskIntervals, block: tuple[int, int]) -> np.ndarray:
 
 
 def _strip(intervals: MaskIntervals, first: int) -> np.ndarray:
-    """The classes of up to _GROUP rows of tiles; boxes of tiles are tried first."""
+    """The classes of up to GROUP rows of tiles; boxes of tiles are tried first."""
     Sq, Sk = intervals.sizes[2:]
     m, n = (-(-size // TILE_SIZE) for size in (Sq, Sk))
-    rows, groups, side = min(_GROUP, m - first), -(-n // _GROUP), _GROUP * TILE_SIZE
+    rows, groups, side = min(GROUP, m - first), -(-n // GROUP), GROUP * TILE_SIZE
     start, stop = first * TILE_SIZE, min((first + rows) * TILE_SIZE, Sq)
     q = np.full((1, 1), float(start)), np.full((1, 1), stop - 1.0)
     coarse = intervals.classes(Box(q, _ranges(np.arange(groups)[None], side, Sk)))[0]
-    found = np.repeat(coarse[None], rows, 0)[:, :, None].repeat(_GROUP, 2)
+    found = np.repeat(coarse[None], rows, 0)[:, :, None].repeat(GROUP, 2)
     mixed = np.flatnonzero(coarse == MIXED)
-    step = max(1, _CHUNK // (rows * _GROUP))
+    step = max(1, _CHUNK // (rows * GROUP))
     tile_rows = _ranges(np.arange(first, first + rows)[:, None, None], TILE_SIZE, Sq)
     for i in range(0, len(mixed), step):
         part = mixed[i : i + step]
-        columns = part[None, :, None] * _GROUP + np.arange(_GROUP)
+        columns = part[None, :, None] * GROUP + np.arange(GROUP)
         box = Box(tile_rows, _ranges(np.minimum(columns, n - 1), TILE_SIZE, Sk))
         found[:, part] = intervals.classes(box)
     return found.reshape(rows, -1)[:, :n]
+
+
+def differs(program: ScoreProgram) -> tuple[bool, bool]:
+    """Whether the mask of a program differs by batch, and by head."""
+    needs = {n.value for n in order(program.mask) if n.op == "argument"}
+    used = [program.terms[n.value] for n in order(program.mask) if n.op == "term"]
+    return (
+        "b" in needs or any(t.by_batch for t in used),
+        "h" in needs or any(t.by_head for t in used),
+    )
 
 
 def tile_runs(
@@ -329,17 +339,14 @@ def tile_runs(
     queries and 128 keys: the number of runs, then of each its first tile, and twice its length,
     plus 1 if some of its tiles are mixed. With more than MAX_RUNS, neighbours are one mixed run.
     """
-    needs = {n.value for n in order(program.mask) if n.op == "argument"}
-    used = [program.terms[n.value] for n in order(program.mask) if n.op == "term"]
-    B = sizes[0] if "b" in needs or any(t.by_batch for t in used) else 1
-    H = sizes[1] if "h" in needs or any(t.by_head for t in used) else 1
+    B, H = (size if one else 1 for size, one in zip(sizes, differs(program)))
     m, n = (-(-size // TILE_SIZE) for size in sizes[2:])
     found = np.zeros((B, H, m + n, 1 + 2 * MAX_RUNS), np.int32)
     for b in range(B):
         for h in range(H):
             intervals = MaskIntervals(program, terms, b, h, sizes)
             columns = _Columns(n)
-            for first in range(0, m, _GROUP):
+            for first in range(0, m, GROUP):
                 strip = _strip(intervals, first)
                 changed = np.ones(strip.shape, bool)
                 np.not_equal(strip[:, 1:], strip[:, :-1], out=changed[:, 1:])
