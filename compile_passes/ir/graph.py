@@ -212,10 +212,13 @@ def _has_other_effect(node: fx.Node, name: str) -> bool:
     return isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype != after.dtype
 
 
+_READING = ("flex_attention", "fa_ops_flex_attention")  # operators with functions that only read
+
+
 def written_nodes(node: fx.Node, writes: bool) -> list[fx.Node]:
     """The nodes whose memory this node may write to."""
     target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "flex_attention":
+    if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _READING:
         return []
     if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
         return [n for n in node.all_input_nodes if isinstance(example(n), Tensor)]

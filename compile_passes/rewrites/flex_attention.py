@@ -39,9 +39,9 @@ _ELEMENTWISE = frozenset(
 
 
 def is_flex(node: fx.Node) -> bool:
-    """Whether a node is a call of FlexAttention."""
+    """Whether a node is a call of FlexAttention, torch's own."""
     higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
-    return higher_order and raw_name(node) == NAME
+    return higher_order and node.target.name() == NAME
 
 
 def write_out_flex(log: EditLog) -> None:

@@ -18,7 +18,7 @@ from fa_ops.call.python_types import Window, need_bool, need_int, need_tensor, r
 from fa_ops.functions import tile_cache
 from fa_ops.functions.attention import DENSE_FUNCTION
 from fa_ops.functions.tile_cache import MaskedCall, TensorStates
-from fa_ops.ops import autocast, library, programmed
+from fa_ops.ops import autocast, programmed
 from fa_ops.ops.eager import PublicFunction, run
 from fa_ops.programs import tiles
 from fa_ops.programs.expressions import BOOL, INT, Expressions, Node
@@ -82,7 +82,7 @@ def flex_attention(
         scale: as in :func:`attention`.
         enable_gqa: whether ``Hkv`` may be less than ``Hq``.
         return_lse: also return lse, of the changed scores.
-        kernel_options: options of torch's kernels, which do not apply; warns once.
+        kernel_options: options of torch's kernels, which do not apply; an eager call warns once.
         return_aux: torch's ``AuxRequest``: return ``AuxOutput`` with ``lse``.
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, a bool: False masks a key out.
         buffers: tensors that are given to ``score_mod`` and ``mask_mod`` behind the indices,
@@ -121,7 +121,7 @@ def flex_attention(
         raise NotImplementedError(
             "return_aux: max_scores is not available: pass AuxRequest(lse=True)"
         )
-    if kernel_options:
+    if kernel_options and not tracing.is_traced_by_dynamo():
         _warn_once("kernel_options", "kernel_options are of torch's kernels, and do not apply here")
     given = Arguments(
         query, key, value, score_mod, block_mask, read_scale(scale), enable_gqa, mask_mod,
@@ -131,7 +131,7 @@ def flex_attention(
         key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
         given = given._replace(key=key, value=value)
     with_lse = return_lse or bool(getattr(return_aux, "lse", False))
-    results = _attend(given, with_lse)
+    results = attend(given, with_lse)
     if return_aux is None:
         return results
     from torch.nn.attention.flex_attention import AuxOutput
@@ -140,20 +140,14 @@ def flex_attention(
     return out, AuxOutput(lse=lse, max_scores=None)
 
 
-def _attend(given: Arguments, with_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+def attend(given: Arguments, with_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """out, or (out, lse)."""
+    if tracing.is_traced_by_dynamo():  # which cannot trace how a function is read
+        from fa_ops.functions import flex_graphs
+
+        return flex_graphs.attend(given, with_lse)
     call = _with_tiles(given, described(given))
     return run(*given[:3], call.operands, call.scalars, call.function, with_lse)
-
-
-def _leave_to_python() -> None:
-    """Keep TorchDynamo from tracing how functions are read, which it cannot."""
-    global _attend
-    reason = "fa_ops.flex_attention reads its functions in Python; torch.export with strict=False "
-    _attend = torch._dynamo.disable(_attend, reason=reason + "records what it calls")
-
-
-library.after_import("torch._dynamo", _leave_to_python)
 
 
 def _shares_keys(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -230,7 +224,8 @@ class FlexCall(NamedTuple):
 
 def _with_tiles(given: Arguments, call: FlexCall) -> FlexCall:
     """The call with runs of tiles, where it has none and they pay."""
-    masked = None if call.operands.tile_runs is not None else call.masked(given)
+    has_runs = call.operands.tile_runs is not None
+    masked = None if has_runs or tracing.is_compiling() else call.masked(given)
     runs = None if masked is None else tile_cache.runs_of(masked)
     if runs is None:
         return call
@@ -486,20 +481,27 @@ def _split_of(
         given.score_mod is None, given.mask_mod is None, *keys, described_buffers, grads, states,
         given.query.device, given.dtype,
     )  # fmt: skip
-    known = None if None in keys else _splits.get(key)
+    is_keyed = None not in keys and not _has_symbols(given, captured)
+    known = _splits.get(key) if is_keyed else None
     if known is None:
         known = _read_and_split(given, functions, captured, table)
-        is_kept = None not in keys and not any(place == -1 for place, _ in known[1])
+        is_kept = is_keyed and not any(place == -1 for place, _ in known[1])
         if is_kept:
             if len(_splits) >= _LIMIT:
                 _splits.clear()
             _splits[key] = known
-        elif functions:
+        elif functions and not tracing.is_compiling():
             name = getattr(functions[0][1], "__qualname__", "a function")
             _warn_once(f"read again {name}", f"{name} is read in every call, as something that it "
                        "captures cannot be compared: capture numbers and tensors")  # fmt: skip
     found, places = known
     return found, [captured[place] if place >= 0 else t for place, t in places]
+
+
+def _has_symbols(given: Arguments, captured: Sequence[Tensor]) -> bool:
+    """Whether sizes vary, which make no keys, in a graph that is traced."""
+    tensors = *captured, *given.buffers, given.query, given.key
+    return any(type(n) is not int for t in tensors for n in t.shape)
 
 
 def _read_and_split(

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -102,8 +102,9 @@ class _Session(TorchFunctionMode):
     """One reading of a function."""
 
     def __init__(
-        self, name: str, e: Expressions, device: torch.device, tensors: list[Tensor]
-    ) -> None:
+        self, name: str, e: Expressions, device: torch.device,
+        tensors: list[Tensor | SymInt | SymFloat],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.e, self.device, self.tensors = name, e, device, tensors
         self.made: dict[int, Tensor] = {}  # by identity, kept alive
@@ -150,7 +151,14 @@ class _Session(TorchFunctionMode):
             self.made[id(x)] = x
 
     def stand_in(self, x: object) -> object:
-        """What stands for a tensor that the function captures or makes."""
+        """What stands for a tensor, or for a number that varies, that the function reads."""
+        if isinstance(x, SymInt | SymFloat):
+            dtype = _dtype_of(x)
+            at = next((i for i, t in enumerate(self.tensors) if _is_same_number(t, x)), None)
+            if at is None:
+                at = len(self.tensors)
+                self.tensors.append(x)
+            return _StandIn(self.e.load(at, (), TYPES[dtype]), self, dtype)
         if not isinstance(x, Tensor) or isinstance(x, _StandIn):
             return x
         if x.dtype not in TYPES:
@@ -254,6 +262,15 @@ class _Session(TorchFunctionMode):
             )
 
 
+def _dtype_of(x: SymInt | SymFloat) -> torch.dtype:
+    return torch.int64 if isinstance(x, SymInt) else torch.float64
+
+
+def _is_same_number(a: object, b: SymInt | SymFloat) -> bool:
+    """Whether two sizes are the same expression, without a guard."""
+    return type(a) is type(b) and a.node.expr == b.node.expr
+
+
 def _bound(func, args: tuple, kwargs: dict) -> dict[str, object]:
     """The arguments of an operation by name, with defaults."""
     bound = {}
@@ -286,7 +303,7 @@ def _line_of_user() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((_HERE, _TORCH)) and not path.startswith("<frozen"):
+        if not path.startswith((_HERE, _TORCH, "<frozen", "<eval_with_key>")):
             return f" ({os.path.basename(path)}, line {frame.f_lineno})"
         frame = frame.f_back
     return ""
@@ -507,7 +524,8 @@ def read(
     """What a score_mod or mask_mod (`what`) computes of one score.
 
     `dtype` is that of the score. Tensors in `buffers` are given to it behind the indices. Those
-    that it reads are added to `tensors`, to which the loads of the expression refer.
+    that it reads are added to `tensors`, to which the loads of the expression refer. A number that
+    varies in a graph that is traced becomes such a tensor.
 
     Raises:
         NotImplementedError: it does what programs do not have.
@@ -517,7 +535,6 @@ def read(
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C._DisableFuncTorch())
-        stack.enter_context(torch.no_grad())
         arguments = [_StandIn(e.argument(n), session, torch.int32) for n in INDICES]
         if what == "score_mod":
             arguments.insert(0, _StandIn(e.argument("score"), session, dtype))
@@ -532,6 +549,9 @@ def read(
             kind = type(result).__name__
             session.refuse(f"must return a tensor of one number, got a {kind}", TypeError)
         result = session.stand_in(result)
+    for i, x in enumerate(tensors):
+        if isinstance(x, SymInt | SymFloat):
+            tensors[i] = torch.scalar_tensor(x, dtype=_dtype_of(x), device=device)
     root = result.content
     if isinstance(root, _Part):
         shape = tuple(result.shape)
@@ -579,6 +599,7 @@ class Identity(NamedTuple):
 
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, complex)
 _MOST_ITEMS = 256
+_OF_GRAPHS = ("placeholder", "call_function", "call_method", "output")
 
 
 class _Incomparable(Exception):
@@ -616,6 +637,10 @@ def _key(x: object, names: tuple[str, ...], tensors: list[Tensor], seen: dict) -
     seen[id(x)] = len(seen)
     if isinstance(x, types.FunctionType):
         return _function_key(x, tensors, seen)
+    if isinstance(x, fx.GraphModule):
+        if any(node.op not in _OF_GRAPHS for node in x.graph.nodes):
+            raise _Incomparable  # it has constants, or modules
+        return "graph", x.code
     if isinstance(x, types.MethodType):
         inner = x.__func__
         if not isinstance(inner, types.FunctionType):

@@ -10,7 +10,11 @@ import warnings
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn.attention import flex_attention as torch_flex
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fa_ops
@@ -401,7 +405,8 @@ class Model(torch.nn.Module):
         return torch.tanh(s) + self.bias[h, i - j + f.S - 1]
 
     def forward(self, q, k, v):
-        mask_mod = lambda b, h, i, j: self.documents[i] == self.documents[j]  # noqa: E731
+        S = q.shape[2]
+        mask_mod = lambda b, h, i, j: (self.documents[i] == self.documents[j]) | (j == S - 2)  # noqa: E731
         return fa_ops.flex_attention(q, k, v, self.score, mask_mod=mask_mod)
 
 
@@ -410,6 +415,15 @@ import sys, torch, fa_ops
 program, inputs, expected = torch.export.load(sys.argv[1]), *torch.load(sys.argv[2])
 torch.testing.assert_close(program.module()(*inputs), expected)
 """
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_sizes_that_vary(strict):
+    model, (q, k, v) = Model(), tensors(torch.float32, grad=False)
+    shapes = ({2: torch.export.Dim("S", min=2, max=f.S)},) * 3
+    program = torch.export.export(model, (q, k, v), dynamic_shapes=shapes, strict=strict)
+    shorter = [x[:, :, :20] for x in (q, k, v)]
+    torch.testing.assert_close(program.module()(*shorter), model(*shorter))
 
 
 def test_export_and_reload_in_a_new_process(tmp_path):
@@ -425,12 +439,67 @@ def test_export_and_reload_in_a_new_process(tmp_path):
     subprocess.run([sys.executable, "-c", _RELOAD, *files], check=True)
 
 
-def test_compiled_code_calls_it():
-    model, inputs = Model(), tensors(torch.float32, grad=False)
-    compiled = torch.compile(model, backend="aot_eager")
-    torch.testing.assert_close(compiled(*inputs), model(*inputs))
-    grads = [torch.autograd.grad(m(*inputs).square().sum(), model.bias) for m in (model, compiled)]
-    torch.testing.assert_close(*grads)
+SLOPE = torch.rand(f.H, requires_grad=True)
+GIVEN = torch_flex.create_block_mask(f.MASKS["documents of rows"], f.B, None, f.S, f.S, "cpu", 16)
+
+
+def of_lengths(q, k, v):
+    """Sizes are captured, and a tensor of which a row is read first."""
+    S, documents = q.shape[2], torch.arange(q.shape[2]) // 5
+    score_mod = lambda s, b, h, i, j: torch.tanh(s) * SLOPE[h] - f.GATE[b][h][i] * (i - j + S)  # noqa: E731
+    mask_mod = lambda b, h, i, j: (documents[i] == documents[j]) | (j < S - 20)  # noqa: E731
+    return fa_ops.flex_attention(q, k, v, score_mod, mask_mod=mask_mod, return_lse=True)
+
+
+def of_lists(q, k, v):
+    """Blocks that are listed, another mask, buffers, options, and keys that rows share."""
+    return fa_ops.flex_attention(
+        q, k[:1, :2], v[:1, :2], lambda s, b, h, i, j, t: s + t[h], GIVEN, 0.4, True,
+        return_aux=torch_flex.AuxRequest(lse=True), kernel_options={"BLOCK_M": 64},
+        mask_mod=lambda b, h, i, j, t: (i + j) % 3 < 2, buffers=(SLOPE,), window=(40, None),
+        sinks=torch.ones(f.H), kv_lens=torch.tensor([f.S, f.S - 9], dtype=torch.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("function, dynamic", [(of_lengths, True), (of_lists, False)])
+def test_compiled_code_holds_one_call(function, dynamic):
+    """No graph break, and the gradients of captured tensors."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.Graph] = []
+
+    def record(gm, inputs):
+        graphs.append(gm.graph)
+        return make_boxed_func(gm.forward)
+
+    backend = aot_autograd(fw_compiler=record, bw_compiler=boxed_nop)
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    # of no length that a captured tensor has, to which it would be bound
+    for S in (f.S - 7, f.S - 25) if dynamic else (f.S,):
+        given = [x[:, :, :S].detach().clone().requires_grad_() for x in tensors(torch.float32)]
+        found = []
+        for run in (compiled, function):
+            results = tree_leaves(run(*given))
+            loss = sum(x.square().sum() for x in results if x is not None)
+            grads = torch.autograd.grad(loss, [*given, SLOPE, f.GATE], allow_unused=True)
+            found.append([*results, *(x for x in grads if x is not None)])
+        for actual, expected in zip(*found, strict=True):
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    (graph,) = graphs
+    calls = [n for n in graph.nodes if n.target is programmed.PROGRAMMED_ATTENTION]
+    assert len(calls) == 1
+
+
+def test_compiled_code_says_what_is_refused():
+    """With the function and its line, although a graph stands for it."""
+    q, k, v = tensors(torch.float32, grad=False)
+    pairs = torch.zeros(f.S, f.S)
+
+    def twisted(s, b, h, i, j):
+        return torch.tanh(s + pairs[i, j])
+
+    line = r"'twisted' \(test_flex.py, line \d+\) reads a tensor by query and key"
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=line):
+        torch.compile(fa_ops.flex_attention, backend="eager", fullgraph=True)(q, k, v, twisted)
 
 
 # Errors, and what is explained.
