@@ -83,7 +83,8 @@ def fa_ops_attention_forward(
         sinks: ``(Hq,)``, as in :func:`fa_ops.attention`.
         position_bias: float, added to the scores; may require grad.
         indices: ``(B, Sq, n)`` or ``(B, Hq, Sq, n)``, the keys that a query may attend; -1: none.
-        block_indices: not supported.
+        block_indices: ``(B, Hkv, Sq, n)``, the blocks of keys that a query may attend, each of
+            ``indexer.block_size`` of the layer; -1: none.
         cache: the cache of continuous batching; `kwargs` then describe the batch.
         cu_seq_lens_q: int32 ``(documents + 1,)``, boundaries of packed documents.
         cu_seq_lens_k: the same for keys.
@@ -104,8 +105,8 @@ def fa_ops_attention_forward(
     sinks = sinks if s_aux is None else s_aux
     options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
     lens = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if cache is not None or block_indices is not None or updates_cache(kwargs):
-        _refuse(module, block_indices, cache)
+    if cache is not None or updates_cache(kwargs):
+        _refuse(module, cache, indices, block_indices)
         kwargs |= dict(zip(_LENGTHS, lens, strict=True))
         call = LayerCall(query, key, value, MaskArguments(), sinks, options)
         call = call_rewrites.with_uniform_tensors(
@@ -113,14 +114,17 @@ def fa_ops_attention_forward(
         )
         return paged_attention(module, call, cache, kwargs), None
     output_attentions = output_attentions or operators.requested()
+    if type(attention_mask) is CompactMask and attention_mask.encoding is Encoding.LISTED:
+        indices = attention_mask.lists
     mask = _mask_arguments(module, query, key, attention_mask, is_causal)
     distribution.refuse_others(module, attention_mask)
     if distribution.active() is not None:
         parts = (query, key, value, mask, sinks, options)
-        unsupported = (position_bias, indices, cu_seq_lens_q, output_attentions)
+        unsupported = (position_bias, indices, block_indices, cu_seq_lens_q, output_attentions)
         return distribution.attention(module, *parts, unsupported), None
     is_compact, family, decisions = type(attention_mask) is CompactMask, None, None
-    plain = position_bias is indices is cu_seq_lens_q is None and not (dropout or output_attentions)
+    plain = position_bias is indices is block_indices is cu_seq_lens_q is None
+    plain = plain and not (dropout or output_attentions)
     if plain and is_compact and not is_compiling():
         family = _family(query, key, value, attention_mask.encoding, mask, sinks, eight_bit)
         decisions = _remembered.get(family)
@@ -132,6 +136,7 @@ def fa_ops_attention_forward(
         is_user_mask = not is_compact and attention_mask is not None
         optional = (
             position_bias, indices, lens, position_ids, is_user_mask, output_attentions, eight_bit,
+            block_indices,
         )  # fmt: skip
         call = LayerCall(query, key, value, mask, sinks, options, Extras(*optional))
         decisions, call = _decide(module, call, family)
@@ -212,14 +217,15 @@ def _family(
     )  # fmt: skip
 
 
-def _refuse(module: nn.Module, block_indices: Tensor | None, cache: object) -> None:
-    """Raise NotImplementedError unless the cache is that of continuous batching."""
-    if block_indices is None and (cache is None or is_paged_cache(cache)):
+def _refuse(module: nn.Module, cache: object, *lists: Tensor | None) -> None:
+    """Raise NotImplementedError unless the cache is that of continuous batching, without lists."""
+    is_selected = any(x is not None for x in lists)
+    if not is_selected and (cache is None or is_paged_cache(cache)):
         return
-    name = "cache" if block_indices is None else "block_indices"
+    what = "keys that an indexer lists in continuous batching" if is_selected else "`cache`"
     raise NotImplementedError(
-        f"attn_implementation='fa_ops' does not support `{name}`, which {type(module).__name__} "
-        "passes; use 'sdpa' or 'eager'"
+        f"attn_implementation='fa_ops' does not support {what}, which {type(module).__name__} "
+        "passes; " + ("use generate()" if is_selected else "use 'sdpa' or 'eager'")
     )
 
 

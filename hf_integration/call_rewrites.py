@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_integration import encodings, key_ranges
 from hf_integration.encodings import MaskArguments, PackingHint
 from hf_integration.host_reads import PerTensorCache, is_readable
-from hf_integration.operators import Documents, LayerCall, is_step
+from hf_integration.operators import Documents, LayerCall, any_requires_grad, is_step
 
 Rewrite = Callable[[nn.Module, LayerCall], LayerCall]
 
@@ -42,9 +42,14 @@ def without_latents(layer: nn.Module, call: LayerCall) -> LayerCall:
     scale, extras = call.options["scale"], call.extras
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     call = call._replace(options=call.options | {"scale": scale})
-    may_absorb = extras.indices is extras.cu_seqlens[0] is None and not extras.output_attentions
-    may_absorb = may_absorb and can_absorb(layer, query, key)
-    if may_absorb and (key.device.type == "cpu" or is_step(call)):
+    if extras.indices is not None:  # then a query attends few latents, whatever the cache
+        lists = extras.indices if extras.indices.dim() == 4 else extras.indices.unsqueeze(1)
+        may_absorb = lists.shape[1] == 1 and has_plain_projection(layer) and may_list(call, lists)
+    else:
+        may_absorb = extras.cu_seqlens[0] is None and not extras.output_attentions
+        may_absorb = may_absorb and can_absorb(layer, query, key)
+        may_absorb = may_absorb and (key.device.type == "cpu" or is_step(call))
+    if may_absorb:
         query, key, value, up_v = absorb_latents(layer, query, key, value)
         return call._replace(query=query, key=key, value=value, up_v=up_v)
     key, value = expand_latents(layer, key, value)
@@ -70,18 +75,88 @@ def with_uniform_tensors(layer: nn.Module, call: LayerCall) -> LayerCall:
 
 
 def with_selected_keys(layer: nn.Module, call: LayerCall) -> LayerCall:
-    """Mask out the keys that `indices`, (B, Sq, n) or (B, H, Sq, n), do not list; -1 lists none."""
-    indices, mask, Sk = call.extras.indices, call.mask, call.key.shape[2]
-    if indices is None:
+    """Attend only the keys that lists name; what the lists' operators lack, a dense mask does.
+
+    Lists are of keys, `indices` (B, Sq, n) or (B, H, Sq, n), or of blocks, (B, Hkv, Sq, n); -1
+    lists none.
+    """
+    indices, blocks = call.extras.indices, call.extras.block_indices
+    if indices is None and blocks is None:
         return call
-    indices = torch.where(indices < 0, Sk, indices).long()
-    kept = torch.zeros((*indices.shape[:-1], Sk + 1), dtype=torch.bool, device=indices.device)
-    kept = kept.scatter(-1, indices, True)[..., :Sk]
-    kept = kept.unsqueeze(1) if kept.dim() == 3 else kept
+    size = 1 if blocks is None else layer.indexer.block_size
+    lists = indices if blocks is None else blocks
+    lists = lists.unsqueeze(1) if lists.dim() == 3 else lists
+    lists = lists.masked_fill(lists * size >= call.key.shape[2], -1).int()
+    mask = call.mask
+    if not may_list(call, lists):
+        return call._replace(mask=_masked_by(lists, size, call))
+    if mask.attn_mask is not None:
+        lists = _kept_tokens(lists, mask.attn_mask)
+    if mask.kv_lens is not None:
+        mask = mask.without_lens()
+    if call.query.is_cuda:  # where tokens listed twice would count twice
+        lists = _tokens_in_ranges(_once(lists), mask, call)
+    mask = MaskArguments(is_causal=mask.is_causal, key_ranges=mask.key_ranges)
+    return call._replace(lists=lists, block_size=size, mask=mask)
+
+
+def may_list(call: LayerCall, lists: Tensor) -> bool:
+    """Whether the operators that attend lists (B, H, Sq, n) have all that a call asks for."""
+    extras, options, mask = call.extras, call.options, call.mask
+    if options["dropout_p"] or options["softcap"] or extras.output_attentions:
+        return False
+    if extras.position_bias is not None or (call.sinks is not None and call.sinks.dim() != 1):
+        return False
+    if mask.key_ranges is not None and mask.key_ranges.shape[1] != 1:
+        return False
+    heads, is_blocks = lists.shape[1], extras.block_indices is not None
+    if mask.attn_mask is not None:
+        is_simple = mask.attn_mask.dtype == torch.bool and mask.attn_mask.dim() == 4
+        if is_blocks or not is_simple or mask.attn_mask.shape[1] != 1:
+            return False
+    if call.query.is_cuda:  # which has kernels for lists of tokens, of all heads, without gradients
+        recorded = torch.is_grad_enabled() and any_requires_grad(*call[:3], call.sinks)
+        return not (is_blocks or heads != 1 or recorded)
+    return heads in (1, call.key.shape[1])
+
+
+def _kept_tokens(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Lists of tokens (B, H, Sq, n) without those that a bool mask hides."""
+    B, H, Sq, _ = tokens.shape
+    at = tokens.clamp(min=0).long()
+    return tokens.masked_fill(~mask.expand(B, H, Sq, -1).gather(3, at), -1)
+
+
+def _once(tokens: Tensor) -> Tensor:
+    """Lists of tokens, ascending, in which none is repeated."""
+    tokens = tokens.sort(-1).values
+    is_repeated = torch.zeros_like(tokens, dtype=torch.bool)
+    is_repeated[..., 1:] = tokens[..., 1:] == tokens[..., :-1]
+    return tokens.masked_fill(is_repeated, -1)
+
+
+def _tokens_in_ranges(tokens: Tensor, mask: MaskArguments, call: LayerCall) -> Tensor:
+    """Lists of tokens without those that causality or ranges hide, which an operator does not."""
+    Sq, Sk = call.query.shape[2], call.key.shape[2]
+    if mask.is_causal:
+        last = torch.arange(Sk - Sq, Sk, device=tokens.device)[:, None]
+        tokens = tokens.masked_fill(tokens > last, -1)
+    if mask.key_ranges is not None:
+        low, high = mask.key_ranges[..., :1], mask.key_ranges[..., 1:]
+        tokens = tokens.masked_fill((tokens < low) | (tokens >= high), -1)
+    return tokens
+
+
+def _masked_by(lists: Tensor, size: int, call: LayerCall) -> MaskArguments:
+    """The mask of a call with all keys masked out that lists (B, H, Sq, n) do not name."""
+    mask, Sk = call.mask, call.key.shape[2]
+    kept = encodings.listed_keys(lists, -(-Sk // size)).repeat_interleave(size, -1)[..., :Sk]
+    if kept.shape[1] != 1:
+        kept = kept.repeat_interleave(call.query.shape[1] // kept.shape[1], 1)
     kept = kept & mask.keep(call.query.shape[2], Sk, call.key.device)
     if mask.attn_mask is not None and mask.attn_mask.dtype != torch.bool:
         kept = mask.attn_mask.masked_fill(~kept, float("-inf"))
-    return call._replace(mask=MaskArguments(attn_mask=kept))
+    return MaskArguments(attn_mask=kept)
 
 
 def with_documents(layer: nn.Module, call: LayerCall) -> LayerCall:
@@ -345,11 +420,16 @@ def expand_latents(layer: nn.Module, k_rot: Tensor, kv_nope: Tensor) -> tuple[Te
     return type(layer).expand_kv._fa_ops_original(layer, kv_nope, k_rot)
 
 
+def has_plain_projection(layer: nn.Module) -> bool:
+    """Whether the projection of latents is a weight, which can be absorbed."""
+    project = layer.kv_b_proj
+    is_plain = type(project) is nn.Linear and project.bias is None
+    return is_plain and project.weight.dtype.is_floating_point
+
+
 def can_absorb(layer: nn.Module, query: Tensor, key: Tensor) -> bool:
     """Whether there are few queries on a longer cache, and the projection is a plain weight."""
-    project = layer.kv_b_proj
-    plain = type(project) is nn.Linear and project.bias is None
-    if not plain or not project.weight.dtype.is_floating_point:
+    if not has_plain_projection(layer):
         return False
     return 4 * query.shape[2] <= key.shape[2] and query.shape[2] <= MAX_ABSORBED_QUERIES
 

@@ -249,7 +249,9 @@ def _documents(to: Distribution, layer: nn.Module | None) -> operators.Documents
     )
 
 
-_UNSUPPORTED = ("position_bias", "indices", "cu_seq_lens_q", "output_attentions")
+_UNSUPPORTED = (
+    "position_bias", "indices", "block_indices", "cu_seq_lens_q", "output_attentions"
+)  # fmt: skip
 
 
 def attention(

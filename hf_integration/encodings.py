@@ -38,6 +38,7 @@ class Encoding(enum.Enum):
     KEYS = "keys"  # every query attends the kept keys
     CAUSAL_KEYS = "causal, keys"  # causal over the kept ones of the first n keys
     RANGES_KEYS = "ranges, keys"  # the kept keys in ranges
+    LISTED = "listed"  # query i attends the keys in lists[b, i], which need no other mask
     DENSE = "dense"  # a CompactMask after a model has computed with it
 
     __hash__ = object.__hash__  # Enum's is slow, and every decoding step looks encodings up
@@ -97,6 +98,7 @@ class CompactMask(Tensor):
         lengths  int32 (B,)
         ranges   int32 (B or 1, 1, Sq or 1, 2)
         kept     bool (B or 1, n)
+        lists    int (B, Sq, n)
         dense    bool (B, 1, Sq, Sk)
 
     `end` is the number of keys that the only query may attend, if the host knows it: an eager call
@@ -132,6 +134,8 @@ class CompactMask(Tensor):
             kwargs.pop("dtype", None)
             tensors = (function(tensor, **kwargs) for tensor in args[0].tensors())
             return CompactMask(args[0].encoding, args[0].packing, args[0].shape, *tensors)
+        if function is _aten.select.int and args[1:] == (1, 0) and args[0].is_concrete():
+            return MaskRows(args[0])
         traced = any(type(arg) is CompactMask and not arg.is_concrete() for arg in args)
         if traced and function._schema.is_mutable:
             raise NotImplementedError(
@@ -153,6 +157,35 @@ class CompactMask(Tensor):
     def is_concrete(self) -> bool:
         """Whether the tensors have values, as they do not while being traced."""
         return all(type(tensor) is Tensor for tensor in self.tensors())
+
+
+class MaskRows(Tensor):
+    """A `CompactMask` without its dimension of heads, (B, Sq, Sk), as indexers take it.
+
+    Only an indexer that is recorded reads `mask`; any other operation gets the bool tensor.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, mask: CompactMask):
+        """Make a tensor without storage."""
+        shape = (mask.shape[0], *mask.shape[2:])
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=mask.device)
+
+    def __init__(self, mask: CompactMask):
+        self.mask = mask
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (_aten.detach.default, _aten.alias.default):
+            return MaskRows(args[0].mask)
+        given = torch.utils._pytree.tree_map_only(MaskRows, materialise_rows, (args, kwargs or {}))
+        return function(*given[0], **given[1])
+
+
+def materialise_rows(rows: MaskRows) -> Tensor:
+    """The rows of a mask as a plain bool tensor (B, Sq, Sk)."""
+    return materialise(rows.mask)[:, 0]
 
 
 _aten = torch.ops.aten
@@ -177,6 +210,8 @@ def materialise(mask: CompactMask) -> Tensor:
         return mask.dense
     found = arguments(mask)
     Sq, Sk = mask.shape[2:]
+    if mask.encoding is Encoding.LISTED:
+        found = found._replace(attn_mask=listed_keys(mask.lists[:, None], Sk))
     visible = Sk if found.visible_keys is None else found.visible_keys
     keep = found.keep(Sq, visible, mask.tensors()[0].device)
     if mask.encoding is Encoding.RANGES_KEYS:
@@ -245,6 +280,18 @@ def keys(shape, kept: Tensor) -> CompactMask:
 def causal_keys(shape, kept: Tensor) -> CompactMask:
     """A causal mask over those of the first n keys that are True in `kept` (B or 1, n)."""
     return CompactMask(Encoding.CAUSAL_KEYS, PackingHint.POSSIBLE, shape, kept)
+
+
+def listed(shape, lists: Tensor) -> CompactMask:
+    """A mask with which each query attends the keys in lists (B, Sq, n); -1 lists none."""
+    return CompactMask(Encoding.LISTED, PackingHint.NONE, shape, lists)
+
+
+def listed_keys(lists: Tensor, count: int) -> Tensor:
+    """Bool (..., count), True at the numbers in lists (..., n), of which others say nothing."""
+    at = torch.where((lists < 0) | (lists > count), count, lists).long()
+    kept = torch.zeros((*at.shape[:-1], count + 1), dtype=torch.bool, device=at.device)
+    return kept.scatter(-1, at, True)[..., :count]
 
 
 def arguments(mask: Tensor, layer: nn.Module | None = None) -> MaskArguments:
@@ -332,6 +379,7 @@ _CODECS = {
     Encoding.KEYS: Codec(("kept",), _keys),
     Encoding.CAUSAL_KEYS: Codec(("kept",), _causal_keys),
     Encoding.RANGES_KEYS: Codec(("ranges", "kept"), _ranges_keys),
+    Encoding.LISTED: Codec(("lists",), lambda mask, layer: _NO_MASK),
     Encoding.DENSE: Codec(("dense",), lambda mask, _: MaskArguments(attn_mask=mask.dense)),
 }
 _CODECS_BY_NAME = {encoding.value: codec for encoding, codec in _CODECS.items()}

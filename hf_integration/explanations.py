@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig
 
 import fa_ops
 from fa_ops.call import backend_option
-from hf_integration import call_rewrites, hooks, masks, unsupported_models
+from hf_integration import call_rewrites, hooks, indexers, masks, unsupported_models
 
 
 class Layers(NamedTuple):
@@ -100,7 +100,8 @@ def _explain_layer(layer: nn.Module, owner: PreTrainedModel) -> tuple[str, str]:
     if not hooks.is_ours(config):
         chosen = getattr(config, "_attn_implementation", None)
         return str(chosen), "set in the config; model.set_attn_implementation('fa_ops') changes it"
-    notes = [*_features(layer), _masks(config)]
+    selection = indexers.indexer_note(layer, module)
+    notes = [*_features(layer), *([selection] if selection else []), _masks(config)]
     if config._attn_implementation == hooks.EIGHT_BIT:
         kept = "16-bit products, as keep_16_bit chose"
         notes.append(

@@ -39,12 +39,13 @@ class Extras(NamedTuple):
     """Arguments that only rewrites read; calls whose decisions are remembered have none."""
 
     position_bias: Tensor | None = None
-    indices: Tensor | None = None
+    indices: Tensor | None = None  # lists of keys
     cu_seqlens: tuple = (None, None, None, None)  # of queries, of keys, and the longest of each
     position_ids: Tensor | None = None
     is_user_mask: bool = False  # the mask is not a CompactMask
     output_attentions: bool = False
     eight_bit: bool = False  # compute prefills with 8-bit products
+    block_indices: Tensor | None = None  # lists of blocks of keys
 
 
 NO_EXTRAS = Extras()
@@ -62,6 +63,8 @@ class LayerCall(NamedTuple):
     extras: Extras = NO_EXTRAS
     documents: Documents | None = None  # packed into one row, and not part of the mask
     up_v: Tensor | None = None  # the projection of the output, if latents are attended
+    lists: Tensor | None = None  # int32 (B, Hkv or 1, Sq, n): the only blocks of keys
+    block_size: int = 1  # keys of a block
 
 
 # Returns (B, Sq, Hq, Dv), and the weights (B, Hq, Sq, Sk) or None.
@@ -81,6 +84,8 @@ def choose(call: LayerCall) -> Operator:
         if reason is None:
             return quantized
         _warn_once(f"{reason}: such calls of 'fa_ops_8bit' have 16-bit products.")
+    if call.lists is not None:
+        return selected
     if call.documents is not None:
         return packed
     if call.extras.output_attentions:
@@ -114,6 +119,8 @@ def _is_short(call: LayerCall) -> bool:
 
 def _why_not_eight_bit(call: LayerCall) -> str | None:
     """Why a call cannot have 8-bit products, or None."""
+    if call.lists is not None:
+        return "keys that an indexer lists"
     if call.documents is not None:
         return "documents that are packed into one row"
     if call.extras.output_attentions:
@@ -174,6 +181,27 @@ def dense(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
     out, lse = fa_ops.attention(query, key, value, attn_mask, return_lse=True, **options)
     share = torch.sigmoid(lse.unsqueeze(-1) - sinks.float())
     return (out * share).to(out.dtype).transpose(1, 2), None
+
+
+def selected(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
+    """Attention over the keys that lists name, in memory linear in the lists."""
+    query, key, value, mask, sinks, options = call[:6]
+    lists = call.lists
+    if not query.is_cuda:
+        out = fa_ops.attention_selected(
+            query, key, value, lists, block_size=call.block_size, is_causal=mask.is_causal,
+            key_ranges=mask.key_ranges, scale=options["scale"], sinks=sinks,
+        )  # fmt: skip
+        return out.transpose(1, 2), None
+    B, _, Sq, _ = query.shape  # lists of tokens without the keys that the mask hides
+    first = torch.arange(B, device=lists.device, dtype=torch.int32).view(-1, 1, 1) * key.shape[2]
+    tokens = lists[:, 0].expand(B, -1, -1)
+    tokens = torch.where(tokens < 0, tokens, tokens + first).flatten(0, 1)
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out = fa_ops.attention_selected_tokens(
+        *rows, tokens, scale=options["scale"], sinks=sinks
+    )  # fmt: skip
+    return out.unflatten(0, (B, Sq)), None
 
 
 def quantized(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from transformers import PreTrainedModel
 
-from hf_integration import call_rewrites, hooks, mask_analysis
+from hf_integration import call_rewrites, hooks, indexers, mask_analysis
 
 _METHOD = "get_correct_attn_implementation"
 
@@ -53,6 +53,7 @@ def install() -> None:
                 _complete_class_tables(type(self), requested_attention)
                 hooks.install_cu_seqlens(module)
                 call_rewrites.install_latents(module, hooks.is_ours)
+                indexers.install(module, hooks.is_ours)
             if requested_attention in hooks.FLASH_NAMES:
                 return requested_attention  # transformers would ask for the package flash_attn
         return original(self, requested_attention, *args, **kwargs)

@@ -248,13 +248,19 @@ def test_dropout_follows_the_seed_of_torch():
     assert not torch.allclose(forward(q, k, v)[0], first)
 
 
-@pytest.mark.parametrize("name", ["cache", "block_indices"])
-def test_unsupported_arguments_raise(name):
-    q, k, v = inputs()
-    with pytest.raises(
-        NotImplementedError, match=f"does not support `{name}`, which Module passes"
-    ):
-        forward(q, k, v, **{name: SimpleNamespace()})
+@pytest.mark.parametrize(
+    "given, what",
+    [
+        ({"cache": SimpleNamespace()}, "`cache`, which Module passes; use 'sdpa' or 'eager'"),
+        (
+            {"write_index": 1, "indices": torch.zeros(2, 12, 1)},
+            "keys that an indexer lists in continuous batching",
+        ),
+    ],
+)
+def test_unsupported_arguments_raise(given, what):
+    with pytest.raises(NotImplementedError, match=f"does not support {what}"):
+        forward(*inputs(), **given)
 
 
 @pytest.mark.parametrize("D, lengths, cached", [(16, True, 1), (520, False, 1), (16, False, 0)])

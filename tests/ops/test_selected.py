@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.library import opcheck
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -265,7 +266,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
         for x in tree_leaves(results):
-            if isinstance(x, Tensor) and x.untyped_storage().nbytes():
+            if type(x) in (Tensor, Parameter) and x.untyped_storage().nbytes():
                 stored = x.untyped_storage().nbytes() // x.element_size()
                 self.elements = max(self.elements, min(stored, x.numel()))
         return results
