@@ -70,6 +70,49 @@ def pages(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> No
     _page_shapes(q, k, v, names)
 
 
+def pages_of_heads(q: Tensor, k: Tensor, v: Tensor, tensors: Operands) -> None:
+    """Raise unless a call may have a page table for each key head."""
+    for name, t, layout in (
+        ("query", q, checks.LAYOUT), ("key_cache", k, checks.PAGES_LAYOUT),
+        ("value_cache", v, checks.PAGES_LAYOUT),
+    ):  # fmt: skip
+        checks.rank(name, t, layout)
+        checks.same_device(q, name, t)
+    _page_shapes(q, k, v, NAMES)
+    table, B, Hkv = tensors.page_table, q.shape[0], k.shape[2]
+    checks.integers(q, "page_table", table)
+    checks.has_shape("page_table", table, (B, Hkv, table.shape[2]))
+    refused = {"key": tensors.new_key, "k_scale": tensors.k_scale, "v_scale": tensors.v_scale}
+    refused |= {"value": tensors.new_value, "unified_max": tensors.unified_max}
+    for name, t in refused.items():
+        need(t is None, "{} must be None where page_table has a row for each key head: {}", name,
+             "new keys are written to the pages before, and are not 8-bit numbers")  # fmt: skip
+    need(k.numel() < 2**31 and v.numel() < 2**31, "key_cache must have fewer than 2**31 elements "
+         "where page_table has a row for each key head, got shape {}: pass a part of the pages",
+         k.shape)  # fmt: skip
+    if tensors.kv_lens is not None:
+        checks.integers(q, "kv_lens", tensors.kv_lens)
+        checks.has_shape("kv_lens", tensors.kv_lens, (B,))
+    if tensors.alibi_slopes is not None:
+        need(tensors.alibi_slopes.shape[-1] == q.shape[1], "alibi_slopes must have shape (Hq,) or "
+             "(B, Hq) with Hq = {}, got {}", q.shape[1], tensors.alibi_slopes.shape)  # fmt: skip
+    if tensors.key_ranges is not None:
+        _key_ranges(q, tensors.key_ranges, B)
+    if tensors.sinks is not None:
+        checks.floats(q, "sinks", tensors.sinks)
+        checks.has_shape("sinks", tensors.sinks, (q.shape[1],))
+
+
+def page_values(table: Tensor, lens: Tensor, count: int, size: int) -> None:
+    """Raise ValueError unless the pages (B, Hkv, n) that lengths use are below `count`."""
+    used = torch.arange(table.shape[2], device=table.device) * size < lens.view(-1, 1, 1)
+    wrong = ((table < 0) | (table >= count)) & used
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        need(False, "page_table{} is {}, but key_cache has {} pages: they are numbered from 0", at,
+             int(table[tuple(at)]), count)  # fmt: skip
+
+
 def paged(call: Call) -> None:
     """Raise ValueError or TypeError unless a call of packed queries over pages is legal, in
     addition to what `functions.varlen` has checked."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal, overload
 
+import torch
 from torch import Tensor
 
+from fa_ops.call import cache_checks
 from fa_ops.call.call import CACHED, Call
-from fa_ops.call.options import new_operands
-from fa_ops.call.python_types import Window, need_bool, read_scale, refuse_unknown, sides
+from fa_ops.call.options import Operands, new_operands
+from fa_ops.call.python_types import (
+    Window,
+    need_bool,
+    need_tensor,
+    read_scale,
+    refuse_unknown,
+    sides,
+)
 from fa_ops.ops import autocast, kv_cache
 from fa_ops.ops.eager import PublicFunction, run
 from fa_ops.ops.schemas import Schema
+from fa_ops.tracing import can_read
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,9 +109,11 @@ def attention_with_kv_cache(
             must then be the same view of ``key``; caches that share memory otherwise are refused.
         kv_lens: int32 ``(B,)``, keys that each row of the cache holds before the call.
         page_table: int32 ``(B, max_pages)``; key ``j`` of row ``b`` is in page
-            ``page_table[b, j // page_size]``. Entries beyond the row's length may be anything. On
-            CUDA a page number out of range is never followed, and its keys count as absent;
-            ``FA_OPS_DEBUG=1`` makes it an error there too.
+            ``page_table[b, j // page_size]``. Of ``(B, Hkv, max_pages)`` each key head has pages of
+            its own, as where a model selects blocks of keys: key ``j`` of head ``h`` is in page
+            ``page_table[b, h, j // page_size]``, and nothing can be appended. Entries beyond the
+            row's length may be anything. On CUDA a page number out of range is never followed, and
+            its keys count as absent; ``FA_OPS_DEBUG=1`` makes it an error there too.
         is_causal: query ``i`` attends keys ``j <= length + i - Sq``.
         key: ``(B, Hkv, Sn, D)``, query's dtype, to be appended. Neither it nor query and value may
             share memory with the caches then.
@@ -162,6 +175,20 @@ def attention_with_kv_cache(
         need_bool("return_lse", return_lse)
     if scale is not None and type(scale) is not float:
         scale = read_scale(scale)
+    if isinstance(page_table, Tensor) and page_table.dim() == 3:
+        options = {
+            "is_causal": is_causal, "scale": scale, "window": window, "softcap": softcap,
+            "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "num_splits": num_splits,
+            "rotary_interleaved": rotary_interleaved, "batch_invariant": batch_invariant,
+            "backend": backend,
+        }  # fmt: skip
+        tensors = Operands(
+            kv_lens=kv_lens, page_table=page_table, alibi_slopes=alibi_slopes, sinks=sinks,
+            new_key=key, new_value=value, k_scale=k_scale, v_scale=v_scale, key_ranges=key_ranges,
+            unified_max=unified_max,
+        )  # fmt: skip
+        out, lse = _with_pages_of_heads(query, key_cache, value_cache, tensors, options)
+        return (out, lse) if return_lse else out
     operands = new_operands((
         None, alibi_slopes, sinks, kv_lens, key_ranges, None, None, None, None, page_table, key,
         value, None, k_scale, v_scale, rotary_cos, rotary_sin, unified_max, None, None, None,
@@ -174,3 +201,65 @@ def attention_with_kv_cache(
         batch_invariant,
     )  # fmt: skip
     return run(query, key_cache, value_cache, operands, scalars, _CACHED, return_lse)
+
+
+# Pages of each key head. A page of a head is a page of one head, at a stride of its own: rows of
+# the cache are then those of all pairs of a sequence and a key head.
+
+
+def _with_pages_of_heads(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, t: Operands, options: dict
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call whose page_table is (B, Hkv, max_pages)."""
+    for name, x in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
+        need_tensor(name, x)
+    cache_checks.pages_of_heads(query, key_cache, value_cache, t)
+    B, (pages, size, Hkv, _) = query.shape[0], key_cache.shape
+    table = t.page_table
+    if query.device.type == "cpu" and can_read(table, waiting=True):
+        cache_checks.page_values(table, need_tensor("kv_lens", t.kv_lens), pages, size)
+    steps, keys = _pages_of_one_head(key_cache)
+    of_values, values = _pages_of_one_head(value_cache)
+    if steps != of_values:  # of which one table cannot have both
+        values = _pages_of_one_head(value_cache.contiguous())[1]
+        steps, keys = _pages_of_one_head(key_cache.contiguous())
+    head = torch.arange(Hkv, dtype=torch.int32, device=table.device).view(-1, 1)
+    exists = (table >= 0) & (table < pages)
+    table = torch.where(exists, table * steps[0] + head * steps[1], keys.shape[0]).int()
+    table = table.flatten(0, 1).contiguous()
+
+    def rows(x: Tensor | None, by_heads: bool) -> Tensor | None:
+        """A tensor (B or 1, ...) or (B, Hq, ...) for the rows of B * Hkv."""
+        if x is None:
+            return None
+        if by_heads:
+            return x.expand(B, *x.shape[-1:]).unflatten(1, (Hkv, -1)).flatten(0, 1)
+        return x.expand(B, *x.shape[1:]).repeat_interleave(Hkv, 0)
+
+    out, lse = attention_with_kv_cache(
+        query.unflatten(1, (Hkv, -1)).flatten(0, 1), keys, values, rows(t.kv_lens, False), table,
+        key_ranges=rows(t.key_ranges, False), alibi_slopes=rows(t.alibi_slopes, True),
+        return_lse=True, **options,
+    )  # fmt: skip
+    out = out.unflatten(0, (B, Hkv)).flatten(1, 2)
+    lse = lse.unflatten(0, (B, Hkv)).flatten(1, 2)
+    if t.sinks is not None:  # which differ between the rows of a sequence
+        sinks = t.sinks.to(lse.dtype).view(-1, 1)
+        share = torch.sigmoid(lse - sinks).nan_to_num(0.0)  # -inf less -inf: there are no keys
+        out = (out * share.unsqueeze(-1)).to(out.dtype)
+        lse = torch.logaddexp(lse, sinks.expand_as(lse))
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out, lse.contiguous()
+
+
+def _pages_of_one_head(cache: Tensor) -> tuple[tuple[int, int], Tensor]:
+    """Pages (n, page_size, 1, D) at all places where a page of a head may begin.
+
+    Page p of head h is page p * steps[0] + h * steps[1], for the steps that are returned.
+    """
+    (pages, size, Hkv, D), (of_page, of_key, of_head, one) = cache.shape, cache.stride()
+    unit = max(1, math.gcd(of_page, of_head))
+    steps = of_page // unit, of_head // unit
+    count = (pages - 1) * steps[0] + (Hkv - 1) * steps[1] + 1 if cache.numel() else 0
+    strides = unit, of_key, D, one
+    return steps, cache.as_strided((count, size, 1, D), strides)
