@@ -208,6 +208,30 @@ def _mask_rule(cls, operator: OpOverload, types, args: tuple, options: dict | No
     return _global(blocks, mask.device_mesh, after, operator(_on_meta(mask)))
 
 
+def _select_rule(cls, operator: OpOverload, types, args: tuple, options: dict | None = None):
+    """Lists of batch elements, or of rows: all keys, and all heads, are summed over by each."""
+    call = axes.bind(operator, args, options or {})
+    tensors = {name: x for name, x in call.items() if isinstance(x, Tensor)}
+    whole = operator(**{name: _on_meta(x) for name, x in call.items()})
+    shared = next(x for x in tensors.values() if isinstance(x, DTensor))
+    mesh, of_query = shared.device_mesh, call["query"]
+    given = of_query.placements if isinstance(of_query, DTensor) else [Replicate()] * mesh.ndim
+    if any(not p.is_replicate() and p != Shard(0) for p in given):
+        warnings.warn(
+            f"{operator.name()}: query is {tuple(given)}, of which lists can only have batch "
+            "elements apart: all inputs are gathered on the other mesh dimensions",
+            stacklevel=2,
+        )
+    placements = [p if p == Shard(0) else Replicate() for p in given]
+
+    def local(name: str, x: Tensor) -> Tensor:
+        is_shared = name in ("key_ranges", "attn_mask") and x.shape[0] == 1
+        return _local(x, mesh, [Replicate()] * mesh.ndim if is_shared else placements)
+
+    lists = operator(**call | {name: local(name, x) for name, x in tensors.items()})
+    return _global(lists, mesh, placements, whole)
+
+
 def _refused(cls, operator: OpOverload, types, args: tuple, options: dict | None = None):
     raise NotImplementedError(
         f"{operator.name()} does not support DTensors: its terms are packed for one process; call "
@@ -222,4 +246,5 @@ for _name in axes.RESULTS:
         continue
     library.register_subclass_rule(_name, DTensor, _attention_rule)
 library.register_subclass_rule("merge_states", DTensor, _merge_rule)
+library.register_subclass_rule("select_tokens", DTensor, _select_rule)
 library.register_subclass_rule("mask_blocks", DTensor, _mask_rule)

@@ -23,6 +23,12 @@ PACKED = dict.fromkeys(("query", "key", "value", "grad_out", "out"), (None, 1)) 
     "sinks": (None, 0),
 }
 
+# of lists of tokens: queries, not batch elements, have rows of their own
+TOKENS = {
+    "query": (0, 1), "key": (None, 1), "value": (None, 1), "out": (0, 1), "lse": (1, 0),
+    "token_indices": (0, None), "counts": (0, None), "sinks": (None, 0),
+}  # fmt: skip
+
 for _axes in (DENSE, PACKED):  # a tangent has the axes of what it is the tangent of
     _axes |= {f"{name}_t": both for name, both in _axes.items()}
 
@@ -46,6 +52,7 @@ RESULTS = {
     "attention_varlen_backward_jvp": ("query", "key", "value", "sinks"),
     "attention_selected": ("out", "lse"),
     "attention_selected_backward": ("query", "key", "value", "sinks"),
+    "attention_selected_tokens": ("out", "lse"),
 }
 
 
@@ -57,6 +64,8 @@ def bind(operator: OpOverload, args: tuple, options: dict) -> dict:
 
 def of(call: dict) -> dict:
     """The axes of the tensors in a call's arguments and results."""
+    if "token_indices" in call:
+        return TOKENS
     return PACKED if "cu_seqlens_q" in call else DENSE
 
 

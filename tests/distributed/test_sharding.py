@@ -241,6 +241,48 @@ def check_eight_bit_rows(mesh) -> None:
     assert_same(fa_ops.quantized_attention(*sharded, **options), expected)
 
 
+def check_lists(mesh) -> None:
+    """Lists of blocks over batch, heads and length, lists of tokens, and an indexer's."""
+    tensors = [torch.randn(2, H, 6, 8, requires_grad=True) for H in (4, 2, 2)]
+    lists, counts = torch.randint(-1, 3, (2, 2, 6, 2)).int(), torch.full((2, 2, 6), 2).int()
+    for given in (lists, lists[:1, :1]):
+        options = {"block_size": 2, "counts": counts[: given.shape[0], : given.shape[1]]}
+        whole = fa_ops.attention_selected(*tensors, given, return_lse=True, **options)
+        whole = whole[0], whole[1].masked_fill(whole[1] == float("-inf"), 0.0)
+        grads = torch.autograd.grad(loss(*whole), tensors)
+        for dim in range(3):
+            place = Shard(dim)
+            sharded = [distribute_tensor(x.detach(), mesh, [place]) for x in tensors]
+            sharded = [x.requires_grad_() for x in sharded]
+            out, lse = fa_ops.attention_selected(*sharded, given, return_lse=True, **options)
+            assert out.placements == lse.placements == (place,)
+            lse = lse.masked_fill(lse == float("-inf"), 0.0)
+            found = torch.autograd.grad(loss(out, lse), sharded)
+            for actual, single in zip((out, lse, *found), (*whole, *grads)):
+                assert_same(actual, single.detach())
+    q, k, v = (x.detach()[0].transpose(0, 1) for x in tensors)
+    tokens = torch.stack([torch.randperm(6)[:3] for _ in range(6)]).int()
+    expected = fa_ops.attention_selected_tokens(q, k, v, tokens, return_lse=True)
+    for dim in (0, 1):
+        sharded = [distribute_tensor(x, mesh, [Shard(dim)]) for x in (q, k, v)]
+        found = fa_ops.attention_selected_tokens(*sharded, tokens, return_lse=True)
+        assert [x.placements for x in found] == [(Shard(dim),), (Shard(1 - dim),)]
+        for actual, single in zip(found, expected):
+            assert_same(actual, single)
+    query, key, weights = torch.randn(3, 4, 6, 8), torch.randn(3, 1, 6, 8), torch.rand(3, 4, 6)
+    lens, ranges = torch.tensor([6, 3, 0]).int(), torch.tensor([1, 5]).int().view(1, 1, 1, 2)
+    options = {"kv_lens": lens, "key_ranges": ranges}
+    expected = fa_ops.select_tokens(query, key, weights, 3, **options)
+    for place in (Shard(0), Replicate()):
+        sharded = [distribute_tensor(x, mesh, [place]) for x in (query, key, weights)]
+        found = fa_ops.select_tokens(*sharded, 3, **options)
+        assert found.placements == (place,) and torch.equal(found.full_tensor(), expected)
+    heads = [distribute_tensor(x, mesh, [Shard(1)]) for x in (query, weights)]
+    with pytest.warns(UserWarning, match="all inputs are gathered"):
+        found = fa_ops.select_tokens(heads[0], key, heads[1], 3, **options)
+    assert torch.equal(found.full_tensor(), expected)
+
+
 def check_errors(mesh) -> None:
     q = distribute_tensor(torch.randn(2, 2, 4, 8), mesh, [Shard(2)])
     with pytest.raises(NotImplementedError, match="dropout_p > 0 does not support DTensors"):
@@ -296,6 +338,7 @@ CHECKS = {
     "graph break": check_graph_break,
     "varlen and merge": lambda: check_varlen_and_merge(mesh()),
     "mask blocks": lambda: check_mask_blocks(mesh()),
+    "lists": lambda: check_lists(mesh()),
     "8-bit scales": lambda: check_eight_bit_scales(mesh()),
     "8-bit rows": lambda: check_eight_bit_rows(mesh()),
     "errors": lambda: check_errors(mesh()),
