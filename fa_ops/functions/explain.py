@@ -125,6 +125,8 @@ def _of_functions(query: Tensor, key: Tensor, value: Tensor, options: dict) -> C
     found = _explained(call, None)
     notes = dispatch.notes(query, key, value, operands, scalars[0])
     lines = (*notes, *split.lines(), *flex.tile_lines(arguments, described))
+    if getattr(options.get("return_aux"), "max_scores", False):
+        lines += ("largest scores: by another pass over the keys, of fa::attention_programmed",)
     return found._replace(notes=lines)
 
 

@@ -83,7 +83,9 @@ def flex_attention(
         enable_gqa: whether ``Hkv`` may be less than ``Hq``.
         return_lse: also return lse, of the changed scores.
         kernel_options: options of torch's kernels, which do not apply; an eager call warns once.
-        return_aux: torch's ``AuxRequest``: return ``AuxOutput`` with ``lse``.
+        return_aux: torch's ``AuxRequest``: return ``AuxOutput`` with ``lse`` and ``max_scores``:
+            the largest score of each query behind ``score_mod``, in the dtype of lse, -inf for
+            queries without keys, without a gradient. It takes another pass over the keys.
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, a bool: False masks a key out.
         buffers: tensors that are given to ``score_mod`` and ``mask_mod`` behind the indices,
             instead of being captured.
@@ -117,10 +119,6 @@ def flex_attention(
             need_bool(name, flag)
     if return_lse and return_aux is not None:
         raise ValueError("return_lse and return_aux both ask for lse: pass return_aux alone")
-    if return_aux is not None and getattr(return_aux, "max_scores", False):
-        raise NotImplementedError(
-            "return_aux: max_scores is not available: pass AuxRequest(lse=True)"
-        )
     if kernel_options and not tracing.is_traced_by_dynamo():
         _warn_once("kernel_options", "kernel_options are of torch's kernels, and do not apply here")
     given = Arguments(
@@ -130,24 +128,40 @@ def flex_attention(
     if _shares_keys(query, key, value):
         key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
         given = given._replace(key=key, value=value)
-    with_lse = return_lse or bool(getattr(return_aux, "lse", False))
-    results = attend(given, with_lse)
     if return_aux is None:
-        return results
-    from torch.nn.attention.flex_attention import AuxOutput
+        return attend(given, return_lse)
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-    out, lse = results if with_lse else (results, None)
-    return out, AuxOutput(lse=lse, max_scores=None)
+    if not isinstance(return_aux, AuxRequest):
+        raise TypeError(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
+    out, lse = attend(given, True) if return_aux.lse else (attend(given, False), None)
+    return out, AuxOutput(lse, _largest_scores(given) if return_aux.max_scores else None)
 
 
-def attend(given: Arguments, with_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """out, or (out, lse)."""
+def attend(given: Arguments, with_lse: bool, factor: float = 1.0) -> Tensor | tuple[Tensor, Tensor]:
+    """out, or (out, lse), of scores times a factor."""
     if tracing.is_traced_by_dynamo():  # which cannot trace how a function is read
         from fa_ops.functions import flex_graphs
 
-        return flex_graphs.attend(given, with_lse)
-    call = _with_tiles(given, described(given))
+        return flex_graphs.attend(given, with_lse, factor)
+    call = _with_tiles(given, described(given, factor))
     return run(*given[:3], call.operands, call.scalars, call.function, with_lse)
+
+
+_POWER = 2.0**40  # of which products are exact
+
+
+def _largest_scores(given: Arguments) -> Tensor:
+    """The largest score of each query: the lse of scores times a power of two, divided by it.
+
+    Scores that differ at all are then so far apart that the largest has all of the weight. Equal
+    ones add the logarithm of their number, divided by the power. Values are not read.
+    """
+    q, k = given.query.detach(), given.key.detach()
+    v = k.new_zeros((*k.shape[:3], 8))
+    with torch.no_grad():
+        given = given._replace(query=q, key=k, value=v, sinks=None)
+        return attend(given, True, _POWER)[1] / _POWER
 
 
 def _shares_keys(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -232,11 +246,13 @@ def _with_tiles(given: Arguments, call: FlexCall) -> FlexCall:
     return call._replace(operands=call.operands._replace(tile_runs=runs))
 
 
-def described(given: Arguments) -> FlexCall:
-    """The call of attention, or of a program, with all of its tensors."""
+def described(given: Arguments, factor: float = 1.0) -> FlexCall:
+    """The call of attention, or of a program, with all of its tensors; of scores times a factor."""
     _check(given)
     masks, table, runs = _masks(given)
     found, tensors = _split_of(given, masks, table)
+    if factor != 1.0:
+        found = found.times(factor)
     prologue = Prologue(found, tensors, given.sizes, given.dtype, given.query.device)
     left, right, lower, upper = _bounds(given, found)
     operands = Operands(sinks=given.sinks, kv_lens=given.kv_lens)
@@ -274,7 +290,9 @@ def described(given: Arguments) -> FlexCall:
     else:
         function = PROGRAMMED_FUNCTION
         values, indices = prologue.packed_terms()
-        operands = operands._replace(term_values=values, term_indices=indices, tile_runs=runs)
+        operands = operands._replace(term_values=values, term_indices=indices)
+        if found.program.mask is not None:  # else all of it is a window, or bounds of keys
+            operands = operands._replace(tile_runs=runs)
         scalars = (*scalars[:5], 0.0, *scalars[6:], str(found.program))
     if all(t is None for t in operands):
         operands = NO_OPERANDS

@@ -68,6 +68,7 @@ class Settings(NamedTuple):
     deterministic: bool
     backend: str | None
     with_lse: bool
+    factor: float  # of the scores
 
 
 class FlexAttention(HigherOrderOperator):
@@ -101,7 +102,7 @@ class FlexAttention(HigherOrderOperator):
             chosen.is_causal, chosen.window, key_ranges, kv_lens, sinks, chosen.deterministic,
             chosen.backend,
         )  # fmt: skip
-        results = flex.attend(given, chosen.with_lse)
+        results = flex.attend(given, chosen.with_lse, chosen.factor)
         return results if chosen.with_lse else (results,)
 
 
@@ -119,7 +120,7 @@ def _everything(b, h, i, j):
     return b >= 0
 
 
-def attend(given: flex.Arguments, with_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+def attend(given: flex.Arguments, with_lse: bool, factor: float) -> Tensor | tuple[Tensor, Tensor]:
     """out, or (out, lse), by the operator."""
     score_mod, mask_mod, buffers = given.score_mod, given.mask_mod, given.buffers
     block_mask, runs = given.block_mask, None
@@ -138,7 +139,7 @@ def attend(given: flex.Arguments, with_lse: bool) -> Tensor | tuple[Tensor, Tens
         mask = block_mask.mask_mod
     settings = Settings(
         score is not None, mask is not None, given.enable_gqa, given.is_causal, given.window,
-        given.deterministic, given.backend, with_lse,
+        given.deterministic, given.backend, with_lse, factor,
     )  # fmt: skip
     others = (*lists, runs, given.key_ranges, given.kv_lens, given.sinks, mask or _everything)
     results = flex_attention(

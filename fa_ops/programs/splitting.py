@@ -68,6 +68,17 @@ class Split(NamedTuple):
         """Whether a soft cap or slopes of distances are all that the program computes."""
         return self.softcap > 0.0 or self.slopes is not None
 
+    def times(self, factor: float) -> Split:
+        """The split of scores times a factor, all of it by the program."""
+        e, number = self.expressions, self.expressions.constant(factor, FLOAT)
+        mask, score, terms = None, e.argument("score"), ()
+        if self.program is not None:
+            terms, mask = self.program[:2]
+            score = self.program.score or score
+        bias = None if self.bias is None else e.make("mul", self.bias, number)
+        program = ScoreProgram(terms, mask, e.make("mul", score, number), e)
+        return self._replace(program=program, bias=bias, softcap=0.0, slopes=None)
+
     def lines(self) -> list[str]:
         """What `explain` says of it."""
         left, right = self.window

@@ -108,6 +108,55 @@ def test_lse_and_aux():
     assert torch.equal(lse, aux.lse) and torch.equal(out, again) and aux.max_scores is None
 
 
+LARGEST = {  # names of a score and of a mask, and options
+    "options": ("alibi", "causal", {}),
+    "a soft cap": ("softcap", None, {"window": (7, 3), "sinks": torch.full((f.H,), 50.0)}),
+    "a program": ("gates", "documents of rows", {"enable_gqa": True}),
+    "a bias": ("scaled bias of pairs", "ancestors", {}),
+    "neither": (None, None, {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", LARGEST)
+def test_largest_scores(name, backend):
+    """Of scores far apart, equal and tiny, without sinks, and -inf without keys."""
+    score, mask, options = LARGEST[name]
+    score_mod, mask_mod = f.SCORES.get(score), f.MASKS.get(mask)
+    torch.manual_seed(0)
+    q, k, v = tensors(torch.float32, kv_heads=2 if options.get("enable_gqa") else f.H)
+    with torch.no_grad():
+        q[:, :, 5] *= 1e6
+        q[:, :, 6] = 0.0
+        q[:, :, 7] *= 1e-6
+    aux = torch_flex.AuxRequest(lse="sinks" not in options, max_scores=True)
+    attend = fa_ops.flex_attention
+    if name == "a program":
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    result = attend(
+        q, k, v, score_mod, mask_mod=mask_mod, return_aux=aux, backend=backend, **options
+    )
+    s = q.double() @ k.double().repeat_interleave(f.H // k.shape[1], 1).mT / math.sqrt(8)
+    s = s if score_mod is None else score_mod(s, *f.indices()).expand(s.shape)
+    if mask_mod is not None:
+        s = s.masked_fill(~f.dense_mask(mask_mod), -torch.inf)
+    distance = torch.arange(f.S).view(-1, 1) - torch.arange(f.S)
+    left, right = (f.S, 0) if "is_causal" in options else options.get("window", (f.S, f.S))
+    s = s.masked_fill((distance > left) | (distance < -right), -torch.inf)
+    largest = result[1].max_scores
+    assert largest.dtype == torch.float32 and not largest.requires_grad
+    torch.testing.assert_close(largest, s.amax(-1).float(), atol=1e-6, rtol=1e-6)
+    assert (result[1].lse is not None) == aux.lse
+
+
+def test_runs_of_tiles_beside_a_mask_that_becomes_a_window():
+    q, k, v = tensors(torch.float32, grad=False)
+    runs = fa_ops.mask_tiles(f.MASKS["causal"], 1, 1, f.S, f.S)
+    args = f.SCORES["sigmoid"], runs
+    out = fa_ops.flex_attention(q, k, v, *args, mask_mod=f.MASKS["causal"])
+    torch.testing.assert_close(out, dense(q, k, v, args[0], f.MASKS["causal"]))
+
+
 def test_options_beside_functions():
     q, k, v = tensors(grad=False)
     sinks, lens = torch.randn(f.H, dtype=torch.float64), torch.tensor([50, 96], dtype=torch.int32)
@@ -525,6 +574,8 @@ def test_errors():
     with pytest.raises(ValueError, match="both ask for lse"):
         aux = torch_flex.AuxRequest(lse=True)
         fa_ops.flex_attention(q, k, v, return_lse=True, return_aux=aux)
+    with pytest.raises(TypeError, match="return_aux must be an AuxRequest, got bool"):
+        fa_ops.flex_attention(q, k, v, return_aux=True)
     line = r" '.*' \(test_flex.py, line \d+\) "
     with pytest.raises(TypeError, match=f"^score_mod{line}must take .score, b, h, q_idx, kv_idx."):
         fa_ops.flex_attention(q, k, v, lambda s, b, h, i: s)
