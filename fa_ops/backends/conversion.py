@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fa_ops.call.call import Call
-from fa_ops.call.options import is_prefill
+from fa_ops.call.call import Call, is_prefill
 
 MAX_BYTES = 1 << 32  # of the converted cache
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.options import (
+    ALIGNMENT,
     MAX_DECODING_QUERIES,
     MAX_SHORT_GRADIENT_ROWS,
     MAX_SHORT_HEAD_DIM,
@@ -309,6 +310,51 @@ def attention_call(
         query, key, value, Operands(**operands) if given else NO_OPERANDS, Options(**options),
         saved, backend,
     )  # fmt: skip
+
+
+# Facts that follow from the shapes, strides and addresses of a call's tensors, and its options.
+
+
+def is_prefill(q: Tensor) -> bool:
+    """Whether a cached call has so many queries (B, H, S, D) that tiles of queries fill the device.
+
+    Each tile then attends all keys of its row; a kernel that cannot split keys is slower with less.
+    """
+    B, H, S, _ = q.shape
+    return S >= 64 and B * H * S >= 4096
+
+
+def heads_of_tile(group: int) -> int:
+    """The number of heads of a group that share 64 rows of a tile.
+
+    A tile has whole queries, and this number leaves the fewest rows unused.
+    """
+    divisors = [n for n in range(2, min(group, 64) + 1) if group % n == 0]
+    return max(divisors, key=lambda n: (64 // n * n, n), default=1)
+
+
+def rows_are_aligned(*tensors: Tensor) -> bool:
+    """Whether every row of the last dimension is contiguous and starts at a multiple of 16 bytes.
+
+    False for expanded tensors too, whose strides of 0 TMA does not accept.
+    """
+    for t in tensors:
+        *strides, last = t.stride()
+        if last != 1 or t.data_ptr() % ALIGNMENT:
+            return False
+        bits, unit = 0, ALIGNMENT // t.element_size()
+        for stride in strides:
+            bits |= stride
+        if bits % unit or 0 in strides:
+            pairs = zip(t.shape, strides)
+            if any(size > 1 and (stride % unit or not stride) for size, stride in pairs):
+                return False
+    return True
+
+
+def values_in_keys(k: Tensor, v: Tensor) -> bool:
+    """Whether the values are the first features of the keys, in the same memory."""
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
 
 
 def is_decoding(call: Call) -> bool:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fa_ops import tracing
 from fa_ops.call import backend_option, cache_checks, checks
-from fa_ops.call.call import PAGED, Call
-from fa_ops.call.options import Operands, heads_of_tile
+from fa_ops.call.call import PAGED, Call, heads_of_tile
+from fa_ops.call.options import Operands
 from fa_ops.call.python_types import (
     checked_call,
     is_proxy,

@@ -43,6 +43,7 @@ from fa_ops.call.call import (
     Saved,
     Signature,
     append_then_attend,
+    rows_are_aligned,
 )
 from fa_ops.call.options import (
     NO_OPERAND_SET,
@@ -53,7 +54,6 @@ from fa_ops.call.options import (
     Options,
     bounded,
     operand_set,
-    rows_are_aligned,
     scales_of,
 )
 from fa_ops.plans import dispatch, outputs, recognition
@@ -133,8 +133,8 @@ def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
         NotImplementedError: no backend, or not the one asked for, can run it.
     """
     if key is None:
-        check(call)
-    signature, operands = call.signature, call.operands
+        check(call)  # raises
+    signature, operands = key[0], call.operands
     family = _family_of(key, call, signature)
     plan = _plans.get(family)
     check_values = _check_of_values(call)

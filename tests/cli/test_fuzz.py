@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from fa_ops.backends import cpu
-from fa_ops.call.options import is_prefill
+from fa_ops.call.call import is_prefill
 from fa_ops.cli import app, fuzz
 from fa_ops.cli.fuzz import FuzzRun, Target, family_of, outcomes, plan
 from fa_ops.plans import planning

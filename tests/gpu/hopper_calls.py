@@ -8,7 +8,7 @@ from fa_ops.backends import hopper
 from fa_ops.backends.hopper import backward as dense_backward
 from fa_ops.backends.hopper import forward as dense_forward
 from fa_ops.backends.hopper import packed
-from fa_ops.call.call import Call
+from fa_ops.call.call import Call, is_decoding
 
 support_error = hopper.support_error
 cache_error = hopper.cache_error
@@ -19,7 +19,7 @@ varlen_backward = packed.backward
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
-    if hopper._decoding_module(call) is not None:
+    if is_decoding(call) and hopper._cache_module(call).cache_error(call) is None:
         return cache_forward(call)
     return dense_forward.forward(call)
 

@@ -16,8 +16,7 @@ import torch
 
 import fa_ops
 from fa_ops.call import backend_option
-from fa_ops.call.call import attention_call
-from fa_ops.call.options import rows_are_aligned
+from fa_ops.call.call import attention_call, rows_are_aligned
 from fa_ops.plans import dispatch, planning
 
 ENDS = torch.zeros(1, dtype=torch.int32)

@@ -155,9 +155,10 @@ def _plan(call: Call) -> Plan:
         from fa_ops.backends.hopper import packed
 
         return Plan("forward", packed.prepare)
-    module = _decoding_module(call)
-    if module is not None:
-        return decoding(_plan_of(module))
+    if is_decoding(call):
+        module = _cache_module(call)
+        if module.cache_error(call) is None:
+            return decoding(_plan_of(module))
     from fa_ops.backends.hopper import forward
 
     return Plan("forward", forward.prepare)
@@ -201,14 +202,6 @@ def _plan_of(module: ModuleType) -> Plan:
     if name == "forward":  # whose `prepare` is for dense calls
         return Plan("prefill", module.prepare_cached)
     return Plan(name, module.prepare)
-
-
-def _decoding_module(call: Call) -> ModuleType | None:
-    """The module that runs a dense call with few queries as one over a cache, or None."""
-    if not is_decoding(call):
-        return None
-    module = _cache_module(call)
-    return module if module.cache_error(call) is None else None
 
 
 def support_error(call: Call, takes_wide: bool = False) -> str | None:

@@ -55,8 +55,8 @@ from fa_ops.backends.hopper.runtime.launch import (
     processors,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
-from fa_ops.call.call import Call, Run, general
-from fa_ops.call.options import NO_OPERANDS, Gradients, Operands, rows_are_aligned
+from fa_ops.call.call import Call, Run, general, rows_are_aligned
+from fa_ops.call.options import NO_OPERANDS, Gradients, Operands
 
 # maps and addresses; scalars and strides; a mask's bits; what `RareOptions` writes
 _PARAMS = struct_layout("backward_tiles.cuh", "BackwardParams")

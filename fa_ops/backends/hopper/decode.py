@@ -49,13 +49,12 @@ from fa_ops.backends.hopper.runtime.launch import (
     processors,
 )
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import Call, Run, queries_of_kv_head
+from fa_ops.call.call import Call, Run, queries_of_kv_head, rows_are_aligned
 from fa_ops.call.options import (
     ALIGNMENT,
     MAX_DECODING_QUERIES,
     Operands,
     dtype_name,
-    rows_are_aligned,
     scales_of,
 )
 

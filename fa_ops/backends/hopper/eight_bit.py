@@ -48,13 +48,12 @@ from fa_ops.backends.hopper.runtime.launch import (
     set_zero,
 )
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import Call, Run, general
+from fa_ops.call.call import Call, Run, general, rows_are_aligned
 from fa_ops.call.options import (
     MAX_QUANTIZED_HEAD_DIM,
     SCALE_BLOCK,
     Operands,
     dtype_name,
-    rows_are_aligned,
 )
 
 # maps, addresses, the scalars, a page table, where sequences begin

@@ -60,12 +60,10 @@ from fa_ops.backends.hopper.runtime.launch import (
     set_zero,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
-from fa_ops.call.call import Call, Run, general
+from fa_ops.call.call import Call, Run, general, heads_of_tile, rows_are_aligned
 from fa_ops.call.options import (
     NO_OPERANDS,
     Operands,
-    heads_of_tile,
-    rows_are_aligned,
     scales_of,
 )
 

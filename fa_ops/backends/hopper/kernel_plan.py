@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.runtime.launch import Kernel, kernel
-from fa_ops.call.call import Call
-from fa_ops.call.options import ALIGNMENT, MAX_LENGTH, rows_are_aligned
+from fa_ops.call.call import Call, rows_are_aligned
+from fa_ops.call.options import ALIGNMENT, MAX_LENGTH
 
 if TYPE_CHECKING:
     from fa_ops.backends.hopper.masks import Bias, BlockLists, MaskLayout

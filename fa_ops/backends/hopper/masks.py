@@ -26,7 +26,8 @@ from fa_ops.backends.hopper.runtime.launch import (
     kernel,
 )
 from fa_ops.backends.hopper.runtime.structs import ParamsLayout, kernel_layout, struct_layout
-from fa_ops.call.options import ALIGNMENT, Operands, mask_tiles, rows_are_aligned
+from fa_ops.call.call import rows_are_aligned
+from fa_ops.call.options import ALIGNMENT, Operands, mask_tiles
 
 _WIDEST_BLOCK = 128  # columns that a kernel reads at once; blocks start at multiples of their width
 _QUERIES = 64  # queries of a block in the backward pass; one block serves all if they share a mask

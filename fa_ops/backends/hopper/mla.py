@@ -25,8 +25,8 @@ from fa_ops.backends.hopper.decode import split_cache_error as split_kv_error
 from fa_ops.backends.hopper.kernel_plan import UNBOUNDED, Geometry, ScoreUnits
 from fa_ops.backends.hopper.runtime.launch import TensorMap, address
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import Call, Run
-from fa_ops.call.options import Operands, values_in_keys
+from fa_ops.call.call import Call, Run, values_in_keys
+from fa_ops.call.options import Operands
 
 HEAD_DIM, VALUE_DIM = MlaConfig.head_dim, MlaConfig.value_dim
 _LAYOUT = struct_layout("mla.cu", "MlaParams")

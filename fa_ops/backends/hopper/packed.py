@@ -21,8 +21,8 @@ from fa_ops.backends.hopper.runtime.launch import (
     kernel,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout
-from fa_ops.call.call import Call, Run, general
-from fa_ops.call.options import Gradients, Operands, rows_are_aligned
+from fa_ops.call.call import Call, Run, general, rows_are_aligned
+from fa_ops.call.options import Gradients, Operands
 
 _THREADS = 256
 _PARAMS = kernel_layout("packed_ranges.cu", "packed_ranges")

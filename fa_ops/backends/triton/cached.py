@@ -16,8 +16,8 @@ from fa_ops.backends.triton.arguments import Layout, padded
 from fa_ops.backends.triton.forward import forward, paged_forward
 from fa_ops.backends.triton.launch import Launch, address, bind, empty, needs_copies
 from fa_ops.backends.triton.primitives import load_keys, page_of, scale_index, unpacked
-from fa_ops.call.call import Call, Run
-from fa_ops.call.options import ALIGNMENT, MAX_HEAD_DIM, is_prefill, scales_of
+from fa_ops.call.call import Call, Run, is_prefill
+from fa_ops.call.options import ALIGNMENT, MAX_HEAD_DIM, scales_of
 
 
 def cache_forward(call: Call) -> tuple[Tensor, Tensor]:

@@ -206,4 +206,4 @@ def test_the_query_of_a_first_call_has_a_short_path():
     print(path)
     assert path.steps[0] == ("functions/attention.py", "attention")
     assert path.steps[-1] == ("backends/hopper/forward.py", "run")
-    assert len(path.steps) <= 42 and len(set(path.files)) <= 13 and path.returns <= 20, str(path)
+    assert len(path.steps) <= 40 and len(set(path.files)) <= 12 and path.returns <= 16, str(path)

@@ -10,6 +10,8 @@ from torch import Tensor
 from fa_ops.backends import reference
 from fa_ops.call.call import Call, Saved, Tangents
 from fa_ops.call.options import Gradients
+from fa_ops.ops import dense, varlen
+from fa_ops.ops.schemas import call_by_name
 from fa_ops.testing.budget import by_operator, naive
 from fa_ops.testing.inputs import Case, PackedCase
 
@@ -18,9 +20,6 @@ FLOORS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.
 
 def by_derivative(call: Call) -> tuple[Tensor, ...]:
     """The results of the operator of a call with tangents."""
-    from fa_ops.ops import dense, varlen  # fa_ops.testing may depend on types and reference only
-    from fa_ops.ops.schemas import call_by_name
-
     operators = (varlen if call.is_packed else dense).OPERATORS
     given = dict(zip(("query", "key", "value"), call[:3])) | call.saved._asdict()
     given |= {n if n == "grad_dot" else f"{n}_t": t for n, t in call.tangents._asdict().items()}
