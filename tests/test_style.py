@@ -34,8 +34,6 @@ MEANINGLESS_NAMES = {"Found", "Prepared", "Scaled"}
 MIN_FILE_LINES = 120
 SHORT_FILES = {  # with the reason
     "fa_ops.compat.flash_attn.ops.triton.rotary": "libraries import the module by this name",
-    "hf_integration.diffusers.explanations": "beside what is explained",
-    "hf_integration.diffusers.registration": "a change of diffusers, apart from the attention",
 }
 
 HOPPER = "fa_ops/backends/hopper/cuda"
