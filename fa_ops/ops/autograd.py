@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from fa_ops import tracing
 from fa_ops.call import checks
-from fa_ops.call.call import Call, Saved
+from fa_ops.call.call import PACKED, Call, Saved
 from fa_ops.call.options import (
     NO_OPERANDS,
     Gradients,
@@ -24,6 +24,7 @@ from fa_ops.call.options import (
 from fa_ops.ops import axes, library
 from fa_ops.ops.schemas import Schema, call_by_name
 from fa_ops.plans import planning, recognition
+from fa_ops.plans.outputs import dense_outputs, packed_outputs
 from fa_ops.plans.planning import Prepared
 from fa_ops.plans.recognition import LastCall
 
@@ -100,6 +101,15 @@ def forward(
         plan = Prepared(run, signature, call.options, scalars, operand_set(operands))
     recording = Recording(operators, plan, with_lse, forward_mode)
     return library.apply(Attention, recording, q, k, v, *plan.operands.select(operands))
+
+
+def forward_kernel(operators: Operators, operator: OpOverload, with_lse: bool = True) -> Callable:
+    """`forward` as the dispatcher calls it."""
+
+    def kernel(keyset, q, k, v, *args, **options):
+        return forward(operators, operator, keyset, q, k, v, args, options, with_lse)
+
+    return kernel
 
 
 def _has_tangent(
@@ -278,22 +288,60 @@ def backward_kernel(operator: OpOverload) -> Callable:
     return kernel
 
 
+def without_gradient(operator: OpOverload, reason: str) -> Callable:
+    """The Autograd kernel of an operator that refuses tensors which require grad, for a reason."""
+
+    def kernel(keyset, *args, **options):
+        tensors = [t for t in (*args, *options.values()) if isinstance(t, Tensor)]
+        library.reject_forward_ad(operator, *tensors)
+        if any(t.requires_grad for t in tensors):
+            checks.no_gradients(axes.bind(operator, args, options), reason)
+        return library.redispatch(operator, keyset, *args, **options)
+
+    return kernel
+
+
+# The other kernels of an operator whose arguments are those of a call: the plan that is run, and
+# the results of fake tensors.
+
+
+def forward_functions(schema: Schema, with_lse: bool = True) -> tuple[Callable, Callable]:
+    """The kernel of a forward operator, which returns lse if `with_lse`, and its fake."""
+    signature, outputs = schema.signature, dense_outputs
+    if signature is PACKED:
+        outputs = packed_outputs
+
+    def forward(q, k, v, *args, **options):
+        out, lse = planning.run(signature, q, k, v, *schema.bind(args, options), with_lse)
+        return (out, lse) if with_lse else out
+
+    def fake(q, k, v, *args, **options):
+        planning.check(schema.call(q, k, v, args, options), real=False, signature=signature)
+        results = outputs(q, v)
+        return results if with_lse else results[0]
+
+    return forward, fake
+
+
 def backward_functions(schema: Schema) -> tuple[Callable, Callable]:
-    """A backward operator with gradients of query, key, value and sinks, and its fake."""
+    """The kernel of a backward operator, and its fake; absent gradients are empty tensors."""
+    names = axes.RESULTS[schema.operator._opname]
 
-    def backward(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
-        saved = Saved(grad_out, grad_lse, out, lse)
+    def backward(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False, **options):
+        saved = Saved(grad_out, grad_lse, out, lse, mask_grad)
         grads = run_backward(schema.call(q, k, v, args, options), saved)
-        dsinks = q.new_empty(0) if grads.sinks is None else grads.sinks
-        return grads.query, grads.key, grads.value, dsinks
+        found = [getattr(grads, name) for name in names]
+        return tuple([q.new_empty(0) if x is None else x for x in found])
 
-    def fake(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
-        saved = Saved(grad_out, grad_lse, out, lse)
+    def fake(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False, **options):
+        saved = Saved(grad_out, grad_lse, out, lse, mask_grad)
         call = schema.call(q, k, v, args, options)._replace(saved=saved)
-        planning.check(call, real=False)
-        sinks = call.operands.sinks
-        dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
+        planning.check(call, real=False, signature=schema.signature)
+        given = call.operands._asdict() | {"query": q, "key": k, "value": v}
+        if not mask_grad:
+            given["attn_mask"] = None
+        found = [given[name] for name in names]
+        return tuple([q.new_empty(0) if x is None else torch.empty_like(x) for x in found])
 
     return backward, fake
 

@@ -25,7 +25,12 @@ from torch._ops import OpOverload
 from fa_ops.call import checks
 from fa_ops.call.call import Call, Saved, Tangents
 from fa_ops.ops import axes, library
-from fa_ops.ops.autograd import Operators, refuse_gradient_of, refuse_tangent_of
+from fa_ops.ops.autograd import (
+    Operators,
+    backward_functions,
+    refuse_gradient_of,
+    refuse_tangent_of,
+)
 from fa_ops.ops.schemas import Schema, call_by_name
 from fa_ops.plans import planning
 from fa_ops.plans.outputs import dense_outputs, packed_outputs
@@ -284,11 +289,11 @@ def _autograd_kernel(function: type, operators: Operators, operator: OpOverload)
     return kernel
 
 
-def register(operators: Operators, backward: Callable, backward_fake: Callable) -> None:
+def register(operators: Operators) -> None:
     """Register the three operators of derivatives of a forward operator."""
     name = operators.backward.operator._opname
     kernel = _autograd_kernel(AttentionBackward, operators, operators.backward.operator)
-    library.register(name, backward, backward_fake, kernel)
+    library.register(name, *backward_functions(operators.backward), kernel)
     for schema, function in (
         (operators.jvp, AttentionJvp),
         (operators.backward_jvp, AttentionBackwardJvp),

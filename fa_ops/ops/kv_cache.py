@@ -11,20 +11,14 @@ from torch import Tensor
 
 from fa_ops.call import checks
 from fa_ops.call.call import CACHED
-from fa_ops.ops import axes, library
+from fa_ops.ops import autograd, library
 from fa_ops.ops.schemas import Schema
 from fa_ops.plans import planning
 from fa_ops.plans.outputs import dense_outputs
 
 READ = torch.ops.fa.attention_with_kv_cache.default
 APPEND = torch.ops.fa.attention_with_kv_cache_append.default
-
-
 READING, APPENDING = Schema(READ, CACHED), Schema(APPEND, CACHED)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
-    return planning.run(CACHED, q, k, v, *READING.bind(args, options))
 
 
 def _append(q, k, v, key, value, *args, **options):
@@ -43,11 +37,6 @@ def written(k: Tensor, v: Tensor) -> None:
     torch.autograd.graph.increment_version(caches)
 
 
-def _fake(q, k, v, *args, **options):
-    planning.check(READING.call(q, k, v, args, options), real=False)
-    return dense_outputs(q, v)
-
-
 def _append_fake(q, k, v, key, value, *args, **options):
     checks.given(key=key, value=value)
     planning.check(APPENDING.call(q, k, v, (key, value, *args), options), real=False)
@@ -59,19 +48,11 @@ _NO_GRADIENT = (
     "which has one"
 )
 
-
-def _without_gradients(operator):
-    def kernel(keyset, *args, **options):
-        tensors = [t for t in (*args, *options.values()) if isinstance(t, Tensor)]
-        library.reject_forward_ad(operator, *tensors)
-        if any(t.requires_grad for t in tensors):
-            checks.no_gradients(axes.bind(operator, args, options), _NO_GRADIENT)
-        return library.redispatch(operator, keyset, *args, **options)
-
-    return kernel
-
-
-library.register("attention_with_kv_cache", _forward, _fake, _without_gradients(READ))
 library.register(
-    "attention_with_kv_cache_append", _append, _append_fake, _without_gradients(APPEND)
-)
+    "attention_with_kv_cache", *autograd.forward_functions(READING),
+    autograd.without_gradient(READ, _NO_GRADIENT),
+)  # fmt: skip
+library.register(
+    "attention_with_kv_cache_append", _append, _append_fake,
+    autograd.without_gradient(APPEND, _NO_GRADIENT),
+)  # fmt: skip
