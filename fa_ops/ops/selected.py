@@ -7,35 +7,23 @@ from torch import Tensor
 
 from fa_ops.call import backend_option, checks, selected_checks
 from fa_ops.call.call import SELECTED, Call, attention_call
-from fa_ops.ops import autograd, axes, library
+from fa_ops.ops import autograd, library
 from fa_ops.ops.schemas import Schema
 from fa_ops.plans import planning
-from fa_ops.plans.outputs import dense_outputs, packed_outputs
+from fa_ops.plans.outputs import packed_outputs
 from fa_ops.tracing import is_capturing
 
 BLOCKS = torch.ops.fa.attention_selected.default
 BACKWARD = torch.ops.fa.attention_selected_backward.default
 TOKENS = torch.ops.fa.attention_selected_tokens.default
 OPERATORS = autograd.Operators(Schema(BLOCKS, SELECTED), Schema(BACKWARD, SELECTED, 7))
-_FORWARD, _GRADIENT = OPERATORS[:2]
 
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
-    return planning.run(SELECTED, q, k, v, *_FORWARD.bind(args, options))
-
-
-def _fake(q, k, v, *args, **options):
-    planning.check(_FORWARD.call(q, k, v, args, options), real=False)
-    return dense_outputs(q, v)
-
-
-def _autograd(keyset, q, k, v, *args, **options):
-    return autograd.forward(OPERATORS, BLOCKS, keyset, q, k, v, args, options)
-
-
-library.register("attention_selected", _forward, _fake, _autograd)
 library.register(
-    "attention_selected_backward", *autograd.backward_functions(_GRADIENT),
+    "attention_selected", *autograd.forward_functions(OPERATORS.forward),
+    autograd.forward_kernel(OPERATORS, BLOCKS),
+)  # fmt: skip
+library.register(
+    "attention_selected_backward", *autograd.backward_functions(OPERATORS.backward),
     autograd.backward_kernel(BACKWARD),
 )  # fmt: skip
 
@@ -95,14 +83,7 @@ _NO_GRADIENT = (
     "attention_selected with block_size=1, which has one"
 )
 
-
-def _tokens_autograd(keyset, *args, **options):
-    arguments = axes.bind(TOKENS, args, options)
-    tensors = [t for t in arguments.values() if isinstance(t, Tensor)]
-    library.reject_forward_ad(TOKENS, *tensors)
-    if any(t.requires_grad for t in tensors):
-        checks.no_gradients(arguments, _NO_GRADIENT)
-    return library.redispatch(TOKENS, keyset, *args, **options)
-
-
-library.register("attention_selected_tokens", _tokens, _tokens_fake, _tokens_autograd)
+library.register(
+    "attention_selected_tokens", _tokens, _tokens_fake,
+    autograd.without_gradient(TOKENS, _NO_GRADIENT),
+)  # fmt: skip
