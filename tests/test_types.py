@@ -31,6 +31,7 @@ from typing_extensions import assert_type
 import compile_passes
 import fa_ops
 from fa_ops.compat.flash_attn import flash_attn_func
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 Pair = tuple[Tensor, Tensor]
 
@@ -53,6 +54,13 @@ class Layer(torch.nn.Module):
         assert_type(fa_ops.attention_selected(q, k, v, ends, return_lse=True), Pair)
         assert_type(fa_ops.attention_selected_tokens(q, k, v, ends, counts=ends), Tensor)
         assert_type(fa_ops.attention_selected_tokens(q, k, v, ends, return_lse=True), Pair)
+        flex, tiles = fa_ops.flex_attention, fa_ops.mask_tiles(causal, None, None, 9, 9)
+        assert_type(flex(q, k, v, alibi, tiles, mask_mod=causal, buffers=(ends,)), Tensor)
+        assert_type(flex(q, k, v, None, None, 0.5, True, False, {}, window=(4, 0)), Tensor)
+        assert_type(flex(q, k, v, alibi, return_lse=True, is_causal=True), Pair)
+        assert_type(flex(q, k, v, return_lse=with_lse), Tensor | Pair)
+        both = flex(q, k, v, return_aux=AuxRequest(lse=True))
+        assert_type(both, tuple[Tensor, AuxOutput])
         parallel = fa_ops.distributed.context_parallel_attention
         assert_type(parallel(q, k, v, scheme="ring", is_causal=True), Tensor)
         assert_type(parallel(q, k, v, return_lse=True), Pair)
@@ -66,7 +74,19 @@ class Layer(torch.nn.Module):
         return loss
 
 
+def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score - (i - j).abs()
+
+
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
 def wrong(q: Tensor) -> None:
+    fa_ops.flex_attention(q, q, q, causal=True)  # type: ignore[call-overload]
+    fa_ops.flex_attention(q, q, q, return_lse=True).sum()  # type: ignore[attr-defined]
+    fa_ops.attention_selected(q, q, q)  # type: ignore[call-overload]
+    fa_ops.attention_selected_tokens(q, q, q, q, block_size=3)  # type: ignore[call-overload]
     fa_ops.attention(q, q, q, causal=True)  # type: ignore[call-overload]
     fa_ops.attention(q, q, q, window=4)  # type: ignore[call-overload]
     fa_ops.attention(q, q, q, return_lse=True).sum()  # type: ignore[attr-defined]
@@ -163,6 +183,7 @@ def test_pyright_accepts_users_code(tmp_path):
         (fa_ops.attention_varlen, python_types.PackedOptions, ""),
         (fa_ops.attention_with_kv_cache, python_types.CachedOptions, ""),
         (fa_ops.quantized_attention, python_types.QuantizedOptions, ""),
+        (fa_ops.flex_attention, python_types.FlexOptions, "return_aux"),
         (fa_ops.attention_selected, python_types.SelectedOptions, ""),
         (fa_ops.attention_selected_tokens, python_types.SelectedTokensOptions, ""),
         (
@@ -178,7 +199,8 @@ def test_pyright_accepts_users_code(tmp_path):
 def test_overloads_have_the_options_of_the_function(function, options, others):
     parameters = inspect.signature(function).parameters.values()
     wanted = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
-    for name in ("return_lse", *others.split()):
+    wanted.pop("return_lse", None)  # torch's flex_attention takes it by position too
+    for name in others.split():
         del wanted[name]
     found = {
         name: getattr(kind, "__forward_arg__", kind)

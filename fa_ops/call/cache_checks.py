@@ -120,7 +120,8 @@ def paged(call: Call) -> None:
     sequences = tensors.page_table.shape[0]
     pages(q, call.key, call.value, ("key", "value"))
     checks.integers(q, "cu_seqlens_q", tensors.cu_seqlens_q)
-    checks.has_shape("cu_seqlens_q", tensors.cu_seqlens_q, (sequences + 1,))
+    of = "page_table has a row for each sequence"
+    checks.has_shape("cu_seqlens_q", tensors.cu_seqlens_q, (sequences + 1,), of)
     checks.options(call, sequences)
 
 
@@ -171,7 +172,9 @@ def _new(q: Tensor, v: Tensor, tensors: Operands, B, Hkv) -> None:
     for name, t, width in (("key", key, q.shape[3]), ("value", value, v.shape[3])):
         checks.same_device(q, name, t)
         checks.same_dtype(q, name, t)
-        checks.has_shape(name, t, (B, Hkv, Sn, width) if Sn != -1 else (B, Hkv, "Sn", width))
+        expected = B, Hkv, "Sn" if Sn == -1 else Sn, width
+        of = "pass new tokens with the heads of the cache and the features of its keys and values"
+        checks.has_shape(name, t, expected, of)
 
 
 def _scales(q: Tensor, k: Tensor, tensors: Operands, B, Hkv) -> None:
@@ -187,7 +190,8 @@ def _scales(q: Tensor, k: Tensor, tensors: Operands, B, Hkv) -> None:
                 expected = B, Hkv, k.shape[2]
             elif t.dim() == 3:
                 expected = k.shape[0], 1 if t.shape[1] == 1 else k.shape[1], Hkv
-            checks.has_shape(name, t, expected)
+            of = "pass a factor for each row and head, for each page, or for each token"
+            checks.has_shape(name, t, expected, of)
             shapes.append(t.shape)
     need(len(shapes) < 2 or shapes[0] == shapes[1], "k_scale and v_scale must both be for rows, "
          "(B, Hkv), for pages, or for tokens, got {} and {}", *shapes)  # fmt: skip
@@ -197,7 +201,7 @@ def _unified_max(q: Tensor, unified_max: Tensor | None, Hq) -> None:
     if unified_max is not None:
         checks.same_device(q, "unified_max", unified_max)
         checks.has_dtype("unified_max", unified_max, torch.float32)
-        checks.has_shape("unified_max", unified_max, (Hq,))
+        checks.has_shape("unified_max", unified_max, (Hq,), "pass an estimate for each query head")
 
 
 def _key_ranges(q: Tensor, ranges: Tensor, B) -> None:
@@ -229,7 +233,7 @@ def rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
     checks.floats(q, "rotary_cos", cos)
     checks.floats(q, "rotary_sin", sin)
     checks.same_dtype(cos, "rotary_sin", sin, "rotary_cos")
-    checks.has_shape("rotary_sin", sin, tuple(cos.shape))
+    checks.has_shape("rotary_sin", sin, tuple(cos.shape), "it is of rotary_cos's angles")
 
 
 def values(

@@ -122,7 +122,7 @@ def programmed(call: Call, real: bool = False) -> None:
         if t is not None:
             same_device(q, name, t)
             has_dtype(name, t, dtype)
-            has_shape(name, t, (total,))
+            has_shape(name, t, (total,), "fa_ops.flex_attention makes it for these lengths")
     if tensors.tile_runs is not None:
         need(program.mask is not None, "tile_runs are of a program's mask, and this one has none")
         integers(q, "tile_runs", tensors.tile_runs)
@@ -256,7 +256,7 @@ def saved(q: Tensor, v: Tensor, tensors: Saved, is_backward: bool = True) -> Non
         if t is not None:
             same_device(q, name, t)
             has_dtype(name, t, dtype)
-            has_shape(name, t, tuple(shape))
+            has_shape(name, t, tuple(shape), "it is of the call with this query and value")
 
 
 def tangents(call: Call) -> None:
@@ -277,7 +277,7 @@ def tangents(call: Call) -> None:
              "{}=None", argument, name, x.dtype, argument)  # fmt: skip
         same_device(call.query, argument, t)
         has_dtype(argument, t, x.dtype)
-        has_shape(argument, t, tuple(x.shape))
+        has_shape(argument, t, tuple(x.shape), f"a tangent has the shape of {name}")
 
 
 def mask_grad(mask: Tensor | None) -> None:
@@ -303,7 +303,7 @@ def states(outs: Tensor, lses: Tensor, names: tuple[str, str] = ("outs", "lses")
          "keys", out, outs.shape)  # fmt: skip
     need(outs.shape[0] >= 1, "{} must hold at least one state, got shape {}: there is nothing to "
          "merge", out, outs.shape)  # fmt: skip
-    has_shape(lse, lses, tuple(outs.shape[:-1]))
+    has_shape(lse, lses, tuple(outs.shape[:-1]), f"pass the lse of each of {out}")
 
 
 def no_gradients(arguments: Mapping[str, object], reason: str) -> None:
@@ -447,13 +447,14 @@ def options(call: Call, B, rows: int | None = None) -> None:
     if slopes is not None:
         same_device(q, "alibi_slopes", slopes)
         has_dtype("alibi_slopes", slopes, torch.float32)
-        has_shape("alibi_slopes", slopes, (Hq,) if slopes.dim() == 1 else (B, Hq))
+        expected = (Hq,) if slopes.dim() == 1 else (B, Hq)
+        has_shape("alibi_slopes", slopes, expected, "pass a slope for each query head")
     if sinks is not None:
         floats(q, "sinks", sinks)
-        has_shape("sinks", sinks, (Hq,))
+        has_shape("sinks", sinks, (Hq,), "pass a sink for each query head")
     if lens is not None:
         integers(q, "kv_lens", lens)
-        has_shape("kv_lens", lens, (B,))
+        has_shape("kv_lens", lens, (B,), "pass a number of keys for each row or sequence")
 
 
 def _mask(q: Tensor, tensors: Operands, full: tuple) -> None:
@@ -527,26 +528,30 @@ def key_ranges(q: Tensor, ranges: Tensor, B, Hq, Sq) -> None:
         need((size - 1) * (size - whole) == 0, message, (B, Hq, Sq), *found)
 
 
-def has_shape(name: str, t: Tensor, shape: tuple) -> None:
-    """Raise ValueError unless the tensor has this shape."""
-    remedy = lambda: _shape_remedy(name, t, shape)  # noqa: E731
-    message = "{} must have shape {}, got {}{}"
+def has_shape(name: str, t: Tensor, shape: tuple, meaning: str) -> None:
+    """Raise ValueError unless the tensor has this shape.
+
+    `meaning` is the remedy where the tensor does not become one of this shape by a view.
+    """
+    remedy = lambda: _shape_remedy(name, t, shape) or meaning  # noqa: E731
+    message = "{} must have shape {}, got {}: {}"
     need(t.dim() == len(shape), message, name, shape, t.shape, remedy)
     for size, expected in zip(t.shape, shape, strict=True):
         need(size == expected, message, name, shape, t.shape, remedy)
 
 
 def _shape_remedy(name: str, t: Tensor, shape: tuple) -> str:
+    """The view that has this shape, or nothing."""
     if "Sn" in shape:
         return ""
     if t.numel() == math.prod(shape) and [n for n in t.shape if n != 1] == [
         n for n in shape if n != 1
     ]:
-        return f": pass {name}.reshape{shape}"
+        return f"pass {name}.reshape{shape}"
     fits = t.dim() <= min(len(shape), 2) and all(
         own in (1, size) for own, size in zip(reversed(t.shape), reversed(shape))
     )
-    return f": pass {name}.expand{shape}" if fits else ""
+    return f"pass {name}.expand{shape}" if fits else ""
 
 
 def same_device(q: Tensor, name: str, t: Tensor, other: str = "query") -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypedDict
 
 import torch
@@ -21,6 +21,8 @@ from fa_ops.call.options import NO_OPERANDS, Operands, bounded, dtype_name
 from fa_ops.tracing import can_read, is_compiling, is_differentiated, is_traced_by_dynamo
 
 Window = tuple[int | None, int | None]
+ScoreMod = Callable[..., Tensor]
+MaskMod = Callable[..., Tensor]
 
 
 # The keyword arguments of the public functions without `return_lse`, for the overloads by it.
@@ -49,6 +51,20 @@ class DenseOptions(ScoreOptions, total=False):
     v_scale: Tensor | None
     mask_blocks: Tensor | None
     enable_gqa: bool
+
+
+class FlexOptions(TypedDict, total=False):
+    """Those of `flex_attention`, without `return_aux`."""
+
+    mask_mod: MaskMod | None
+    buffers: Sequence[Tensor]
+    is_causal: bool
+    window: Window | None
+    key_ranges: Tensor | None
+    kv_lens: Tensor | None
+    sinks: Tensor | None
+    deterministic: bool
+    backend: str | None
 
 
 class PackedOptions(ScoreOptions, total=False):

@@ -68,7 +68,8 @@ def packed(call: Call) -> None:
     B = cu_seqlens_q.shape[0] - 1
     if table is None:
         _borders(q, "cu_seqlens_k", cu_seqlens_k)
-        checks.has_shape("cu_seqlens_k", cu_seqlens_k, (B + 1,))
+        both = "both cu_seqlens are of the same sequences"
+        checks.has_shape("cu_seqlens_k", cu_seqlens_k, (B + 1,), both)
     else:
         checks.integers(q, "page_table", table)
         need(table.dim() == 2 and table.shape[0] == B,
@@ -82,8 +83,8 @@ def packed(call: Call) -> None:
         checks.same_device(q, name, t)
         checks.has_dtype(name, t, torch.float32)
         need(t.shape == (B, H) or (t.dim() < 2 and t.numel() == 1),
-             "{} must have one element, or shape (B, H) with {} sequences and {} heads, got {}",
-             name, B, H, t.shape)  # fmt: skip
+             "{} must have one element, or shape (B, H) with {} sequences and {} heads, got {}: "
+             "pass a factor for each, or one in all", name, B, H, t.shape)  # fmt: skip
     checks.options(call, B)
     checks.contiguous_rows(query=q, key=k, value=v)
 
@@ -122,13 +123,16 @@ def _scales(q: Tensor, k: Tensor, v: Tensor, tensors: Operands) -> None:
         checks.same_device(q, name, t)
         checks.has_dtype(name, t, torch.float32)
         B, H, S, _ = of.shape
+        each = "pass a factor for each row and head, or one in all"
         if t.dim() < 2:
-            need(t.numel() == 1, "{} must have one element, or shape (B, H, ...), got {}", name,
-                 t.shape)  # fmt: skip
+            need(t.numel() == 1, "{} must have one element, or shape (B, H, ...), got {}: {}", name,
+                 t.shape, each)  # fmt: skip
         elif t.dim() == 2:
-            checks.has_shape(name, t, (B, H))
+            checks.has_shape(name, t, (B, H), each)
         elif name == "v_scale":
-            checks.has_shape(name, t, (B, H, Dv))
+            of = "pass a factor for each row, head and feature"
+            checks.has_shape(name, t, (B, H, Dv), of)
         else:
             blocks = (S + SCALE_BLOCK - 1) // SCALE_BLOCK
-            checks.has_shape(name, t, (B, H, S if t.shape[2] == S else blocks))
+            of = f"pass a factor for each token, or for each {SCALE_BLOCK} tokens"
+            checks.has_shape(name, t, (B, H, S if t.shape[2] == S else blocks), of)

@@ -43,7 +43,7 @@ def blocks(call: Call, real: bool = False) -> None:
     need(found[2] == rows, message, *shown)
     if t.counts is not None:
         checks.integers(q, "counts", t.counts)
-        checks.has_shape("counts", t.counts, tuple(found[:3]))
+        checks.has_shape("counts", t.counts, tuple(found[:3]), "pass a number for each list")
     if t.key_ranges is not None:
         message = "key_ranges must have shape (B or 1, 1, Sq or 1, 2), got {}: {}"
         need(t.key_ranges.shape[1] == 1, message, t.key_ranges.shape,
@@ -108,7 +108,7 @@ def tokens(
          "for each", lists.shape[0], T)  # fmt: skip
     if counts is not None:
         checks.integers(q, "counts", counts)
-        checks.has_shape("counts", counts, (T,))
+        checks.has_shape("counts", counts, (T,), "pass a number for each list")
     if real:
         checks.contiguous_rows(query=q, key=k, value=v)
 

@@ -181,12 +181,13 @@ def _check(
             "query at a time"
         )
     checks.integers(query, "kv_lens", need_tensor("kv_lens", kv_lens))
-    checks.has_shape("kv_lens", kv_lens, query.shape[:1])
+    each_row = "pass a number of keys for each row"
+    checks.has_shape("kv_lens", kv_lens, query.shape[:1], each_row)
     if key is not None:
         checks.rank("key", need_tensor("key", key), checks.LAYOUT)
     if sinks is not None:
         checks.floats(query, "sinks", need_tensor("sinks", sinks))
-        checks.has_shape("sinks", sinks, query.shape[1:2])
+        checks.has_shape("sinks", sinks, query.shape[1:2], "pass a sink for each query head")
 
 
 def _words(query: Tensor, value_cache: Tensor, options: dict, tensors: dict) -> list[str]:

@@ -114,8 +114,8 @@ def _explain(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallEx
 def _of_functions(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallExplanation:
     """The explanation of flex_attention: what its functions become, and what runs that."""
     unknown = options.keys() - set(flex.Arguments._fields)
-    if unknown - {"return_lse", "return_aux", "kernel_options"}:
-        refuse_unknown(flex.flex_attention, dict.fromkeys(unknown))
+    if refused := unknown - {"return_lse", "return_aux", "kernel_options"}:
+        refuse_unknown(flex.flex_attention, dict.fromkeys(sorted(refused)))
     given = {name: x for name, x in options.items() if name not in unknown}
     arguments = flex.Arguments(query, key, value, **given)
     described = flex.described(arguments)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -14,7 +14,17 @@ from fa_ops import tracing
 from fa_ops.call import checks
 from fa_ops.call.call import PROGRAMMED, Call
 from fa_ops.call.options import NO_OPERANDS, Operands
-from fa_ops.call.python_types import Window, need_bool, need_int, need_tensor, read_scale, sides
+from fa_ops.call.python_types import (
+    MaskMod,
+    ScoreMod,
+    Window,
+    need_bool,
+    need_int,
+    need_tensor,
+    read_scale,
+    refuse_unknown,
+    sides,
+)
 from fa_ops.functions import tile_cache
 from fa_ops.functions.attention import DENSE_FUNCTION
 from fa_ops.functions.tile_cache import MaskedCall, TensorStates
@@ -28,23 +38,55 @@ from fa_ops.programs.splitting import Prologue, Split, split
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+    from typing_extensions import Unpack
+
+    from fa_ops.call.python_types import FlexOptions
 
 PROGRAMMED_FUNCTION = PublicFunction(
     PROGRAMMED, lambda call, with_lse: programmed.OPERATORS.forward, autocast.cast_attention,
     programmed.OPERATORS,
 )  # fmt: skip
 
-ScoreMod = Callable[..., Tensor]
-MaskMod = Callable[..., Tensor]
 
-
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Tensor | None = None, scale: float | Tensor | None = None,
+    enable_gqa: bool = False, return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *, return_aux: None = None, **options: Unpack[FlexOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Tensor | None = None, scale: float | Tensor | None = None,
+    enable_gqa: bool = False, *, return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = None, return_aux: None = None,
+    **options: Unpack[FlexOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Tensor | None = None, scale: float | Tensor | None = None,
+    enable_gqa: bool = False, return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *, return_aux: None = None, **options: Unpack[FlexOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Tensor | None = None, scale: float | Tensor | None = None,
+    enable_gqa: bool = False, return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *, return_aux: AuxRequest, **options: Unpack[FlexOptions],
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | Tensor | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
@@ -59,6 +101,7 @@ def flex_attention(
     sinks: Tensor | None = None,
     deterministic: bool = False,
     backend: str | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     r"""Attention whose scores and masks are changed by Python functions of single elements.
 
@@ -96,6 +139,7 @@ def flex_attention(
         sinks: as in :func:`attention`.
         deterministic: a bitwise repeatable backward pass, also of captured tensors.
         backend: as in :func:`attention`.
+        **unknown: refused.
 
     Returns:
         ``out`` ``(B, Hq, Sq, Dv)``, with ``return_lse`` ``(out, lse)``, with ``return_aux`` ``(out,
@@ -114,6 +158,8 @@ def flex_attention(
         >>> q, k, v = (torch.randn(1, 8, 512, 64) for _ in range(3))
         >>> out = fa_ops.flex_attention(q, k, v, alibi, mask_mod=lambda b, h, i, j: i >= j)
     """
+    if unknown:
+        refuse_unknown(flex_attention, unknown)
     for name, flag in (("enable_gqa", enable_gqa), ("return_lse", return_lse)):
         if type(flag) is not bool:
             need_bool(name, flag)

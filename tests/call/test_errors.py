@@ -263,7 +263,11 @@ DENSE = {
         T,
         "kv_lens must be int32, got int64: pass kv_lens.int()",
     ),
-    "shape of kv_lens": Bad({"kv_lens": ints(3)}, V, "kv_lens must have shape (2,), got (3,)"),
+    "shape of kv_lens": Bad(
+        {"kv_lens": ints(3)},
+        V,
+        "kv_lens must have shape (2,), got (3,): pass a number of keys for each row or sequence",
+    ),
     "rank of kv_lens": Bad(
         {"kv_lens": ints(2, 1)},
         V,
@@ -275,7 +279,11 @@ DENSE = {
         "kv_lens is on meta, but query is on cpu: pass kv_lens.to(query.device)",
         REAL,
     ),
-    "shape of sinks": Bad({"sinks": rand(2)}, V, "sinks must have shape (4,), got (2,)"),
+    "shape of sinks": Bad(
+        {"sinks": rand(2)},
+        V,
+        "sinks must have shape (4,), got (2,): pass a sink for each query head",
+    ),
     "dtype of sinks": Bad(
         {"sinks": ints(4)}, T, "sinks must be float32, got int32: pass sinks.float()"
     ),
@@ -285,7 +293,9 @@ DENSE = {
         "alibi_slopes must be float32, got float16: pass alibi_slopes.float()",
     ),
     "shape of slopes": Bad(
-        {"alibi_slopes": rand(2)}, V, "alibi_slopes must have shape (4,), got (2,)"
+        {"alibi_slopes": rand(2)},
+        V,
+        "alibi_slopes must have shape (4,), got (2,): pass a slope for each query head",
     ),
     "rank of slopes": Bad(
         {"alibi_slopes": rand(1, 4)},
@@ -500,9 +510,12 @@ def backward_arguments(**change) -> dict:
     return given | saved | change
 
 
+OF_THE_CALL = ": it is of the call with this query and value"
 BACKWARD = {
     "grad_out's shape": Bad(
-        {"grad_out": rand(2, 4, 5, 7)}, V, "grad_out must have shape (2, 4, 5, 8), got (2, 4, 5, 7)"
+        {"grad_out": rand(2, 4, 5, 7)},
+        V,
+        "grad_out must have shape (2, 4, 5, 8), got (2, 4, 5, 7)" + OF_THE_CALL,
     ),
     "grad_out's dtype": Bad(
         {"grad_out": rand(*Q).half()},
@@ -515,13 +528,23 @@ BACKWARD = {
         "grad_out is on meta, but query is on cpu: pass grad_out.to(query.device)",
         REAL,
     ),
-    "out's rank": Bad({"out": rand(4, 5, 8)}, V, "out must have shape (2, 4, 5, 8), got (4, 5, 8)"),
-    "lse's shape": Bad({"lse": rand(2, 4, 1)}, V, "lse must have shape (2, 4, 5), got (2, 4, 1)"),
+    "out's rank": Bad(
+        {"out": rand(4, 5, 8)},
+        V,
+        "out must have shape (2, 4, 5, 8), got (4, 5, 8)" + OF_THE_CALL,
+    ),
+    "lse's shape": Bad(
+        {"lse": rand(2, 4, 1)},
+        V,
+        "lse must have shape (2, 4, 5), got (2, 4, 1)" + OF_THE_CALL,
+    ),
     "lse's dtype": Bad(
         {"lse": rand(*Q[:3]).double()}, T, "lse must be float32, got float64: pass lse.float()"
     ),
     "grad_lse's shape": Bad(
-        {"grad_lse": rand(2, 4)}, V, "grad_lse must have shape (2, 4, 5), got (2, 4)"
+        {"grad_lse": rand(2, 4)},
+        V,
+        "grad_lse must have shape (2, 4, 5), got (2, 4)" + OF_THE_CALL,
     ),
     "mask_grad without mask": Bad(
         {"mask_grad": True},
@@ -631,9 +654,11 @@ VARLEN = {
         V,
         "max_seqlen_q must not be negative, got -1: pass None where it is not known",
     ),
-    "shape of kv_lens": Bad({"kv_lens": ints(3)}, V, "kv_lens must have shape (2,), got (3,)"),
+    "shape of kv_lens": DENSE["shape of kv_lens"],
     "shape of slopes": Bad(
-        {"alibi_slopes": rand(3, 4)}, V, "alibi_slopes must have shape (2, 4), got (3, 4)"
+        {"alibi_slopes": rand(3, 4)},
+        V,
+        "alibi_slopes must have shape (2, 4), got (3, 4): pass a slope for each query head",
     ),
     "slopes with gradient": DENSE["slopes with gradient"],
     "unknown backend": DENSE["unknown backend"],
@@ -700,7 +725,9 @@ def test_varlen_backward(name, shape):
 
 MERGE = {
     "shapes": Bad(
-        {"outs": rand(3, 5, 8), "lses": rand(3, 4)}, V, "lses must have shape (3, 5), got (3, 4)"
+        {"outs": rand(3, 5, 8), "lses": rand(3, 4)},
+        V,
+        "lses must have shape (3, 5), got (3, 4): pass the lse of each of outs",
     ),
     "no states": Bad(
         {"outs": rand(0, 5, 8), "lses": rand(0, 5)},

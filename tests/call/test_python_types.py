@@ -6,6 +6,7 @@ The values are chosen by annotation, so that a new argument is tested without be
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -296,6 +297,25 @@ def test_names_of_other_libraries_are_refused_with_the_name_here(call, name, rem
         with pytest.raises(TypeError) as error:
             fa_ops.explain(*tensors, **arguments)
         assert str(error.value) == expected
+
+
+@pytest.mark.parametrize(
+    "function, name, meant",
+    [
+        (fa_ops.flex_attention, "causal", "is_causal"),
+        (fa_ops.attention_selected, "softmax_scale", "scale"),
+        (fa_ops.attention_selected_tokens, "indices", "token_indices"),
+    ],
+)
+def test_so_are_those_of_attention_by_functions_and_lists(function, name, meant):
+    expected = f"got an unexpected keyword argument '{name}': did you mean {meant}?"
+    given = [torch.ones(1, 1, 1, 1)] * (3 if function is fa_ops.flex_attention else 4)
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        function(*given, **{name: True})
+    if function is fa_ops.flex_attention:
+        score_mod = lambda score, b, h, i, j: score  # noqa: E731
+        with pytest.raises(TypeError, match=re.escape(expected)):
+            fa_ops.explain(*given, score_mod=score_mod, return_lse=True, **{name: True})
 
 
 def test_enable_gqa_of_sdpa_is_accepted():

@@ -231,7 +231,8 @@ BAD = {
     ),
     "shape": (
         _tensors(E4M3) | SCALES | {"k_scale": torch.ones(2, 4, 3)}, ValueError,
-        "k_scale must have shape (2, 4, 2), got (2, 4, 3)",
+        "k_scale must have shape (2, 4, 2), got (2, 4, 3): "
+        "pass a factor for each token, or for each 64 tokens",
     ),
     "channels of a key": (
         _tensors(E4M3) | SCALES | {"q_scale": torch.ones(2, 4, 8)}, ValueError,

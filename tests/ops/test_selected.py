@@ -454,7 +454,8 @@ BAD_BLOCKS = {
     "counts": ({"counts": torch.full((1, 1, 40), 4, dtype=torch.int32)}, ValueError,
                "counts[0, 0, 0] is 4, but a list has 3 entries"),
     "shape of counts": ({"counts": torch.ones(1, 2, 40, dtype=torch.int32)}, ValueError,
-                        "counts must have shape (1, 1, 40), got (1, 2, 40)"),
+                        "counts must have shape (1, 1, 40), got (1, 2, 40): pass "
+                        "a number for each list"),
     "ranges of heads": ({"key_ranges": RANGES}, ValueError,
                         "key_ranges must have shape (B or 1, 1, Sq or 1, 2), got (1, 4, 1, 2)"),
     "documents of rows": ({"cu_seqlens": ENDS}, ValueError, "query has batch size 2"),
