@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa_ops
-from fa_ops.call.call import Call, Saved
+from fa_ops.call.call import Call, Saved, Tangents
 from fa_ops.plans import dispatch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
@@ -77,6 +77,7 @@ class Feature(NamedTuple):
     name: str
     arguments: Callable[[str], Arguments]
     has_gradient: bool = True
+    change: Callable[[Call], Call] = lambda call: call  # of what is described to what is asked for
 
 
 def _dense(name: str, options: Callable[[Shape], dict] = lambda s: {}, **shape: Any) -> Feature:
@@ -126,6 +127,53 @@ def _eight_bit(name: str, D: int, **options: Any) -> Feature:
     return Feature(name, arguments, has_gradient=False)
 
 
+def _lists_of_tokens(name: str) -> Feature:
+    def arguments(device: str) -> Arguments:
+        shape = Shape(device, D=576, Dv=512, kv_heads=1)
+        query, key, _ = shape.packed()
+        value = key.narrow(-1, 0, shape.Dv)
+        lists, counts = shape.integers(TOKENS, 2048), shape.integers(TOKENS)
+        return (query, key, value), {"token_indices": lists, "counts": counts}
+
+    return Feature(name, arguments, has_gradient=False)
+
+
+def _derivative(name: str, change: Callable[[Call], Call], **shape: Any) -> Feature:
+    return _dense(name, lambda s: {"is_causal": True}, **shape)._replace(
+        has_gradient=False, change=change
+    )
+
+
+def tangents_of_results(call: Call) -> Call:
+    """The call for the tangents of out and lse, by that of the query."""
+    q = call.query  # that there are such tensors is all that backends ask
+    return call._replace(saved=Saved(None, None, q, q), tangents=Tangents(query=q))
+
+
+def tangents_of_gradients(call: Call) -> Call:
+    """The call for the tangents of the gradients, which a double backward asks for."""
+    q = call.query
+    return call._replace(saved=Saved(q, None, q, q), tangents=Tangents(query=q, grad_out=q))
+
+
+def _program(s: Shape) -> dict:
+    """Functions of which a program is left."""
+    return {
+        "score_mod": lambda score, b, h, i, j: torch.tanh(score),
+        "mask_mod": lambda b, h, i, j: (i - j) % 3 == 0,
+        "enable_gqa": True,
+    }
+
+
+def _options(s: Shape) -> dict:
+    """Functions that become options: a window and a soft cap."""
+    return {
+        "score_mod": lambda score, b, h, i, j: 30.0 * torch.tanh(score / 30.0),
+        "mask_mod": lambda b, h, i, j: (i >= j) & (i - j < 128),
+        "enable_gqa": True,
+    }
+
+
 E4M3 = torch.float8_e4m3fn
 FEATURES = [
     _dense("float16", dtype=torch.float16),
@@ -153,6 +201,16 @@ FEATURES = [
     ),
     _dense("`dropout_p`", lambda s: {"dropout_p": 0.1}),
     _dense("`deterministic`", lambda s: {"deterministic": True}),
+    _dense("`flex_attention`, functions that become options", _options),
+    _dense("`flex_attention`, a program", _program),
+    _dense(
+        "`attention_selected`",
+        lambda s: {"block_indices": s.integers(2, s.kv_heads, TOKENS, 16), "is_causal": True},
+    ),
+    _lists_of_tokens("`attention_selected_tokens`, latent cache (MLA)"),
+    _derivative("`jvp`", tangents_of_results),
+    _derivative("`jvp`, up to 512 features", tangents_of_results, D=512, Dv=512),
+    _derivative("double backward", tangents_of_gradients),
     _packed("packed sequences"),
     _packed("packed sequences, `dropout_p`", dropout_p=0.1),
     _cached("one token over a cache"),
@@ -190,7 +248,7 @@ def refusals(feature: Feature, backend: str) -> tuple[str | None, str | None]:
     backward = []
 
     def refusal(name: str, call: Call) -> str | None:
-        module = dispatch.load(name)
+        module, call = dispatch.load(name), feature.change(call)
         if name == backend and feature.has_gradient:
             q = call.query  # that there are such tensors is all that backends ask
             mask = call.operands.attn_mask

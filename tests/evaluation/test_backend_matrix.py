@@ -1,5 +1,6 @@
 """The page on backends and features shows what the backends say."""
 
+import re
 from unittest import mock
 
 from fa_ops.backends import cpu
@@ -25,6 +26,18 @@ def test_refusals_reach_the_table():
     no_softcap = lambda call: "has no softcap" if call.options.softcap else None  # noqa: E731
     with mock.patch.object(cpu, "supports", no_softcap):
         assert cell(softcap, "cpu") == "–" and cell(feature("`sinks`"), "cpu") == "yes"
+
+
+def test_the_backend_that_a_refusal_names_supports_the_call():
+    wrong = []
+    for row in FEATURES:
+        with backend_matrix.pretended_gpu((9, 0)):
+            forward, backward = backend_matrix.refusals(row, "hopper")
+            reason = forward or backward or ""
+            named = re.search(r"the (\w+) backend (can run|runs|takes)", reason)
+            if named and any(backend_matrix.refusals(row, named[1])):
+                wrong.append(f"{row.name}: {reason}")
+    assert not wrong
 
 
 def test_a_refusal_on_older_gpus_names_the_oldest_that_suffices():

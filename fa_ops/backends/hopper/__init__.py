@@ -84,7 +84,9 @@ def supports(call: Call) -> str | None:
     if signature is PROGRAMMED:
         return f"does not run programs of score_mod and mask_mod; {_ALTERNATIVE}"
     if call.tangents is not None:
-        return f"has no kernels for tangents; {_ALTERNATIVE}"
+        widest = max(call.query.shape[-1], call.value.shape[-1])
+        other = "triton" if widest <= 256 else "reference"  # as triton's `support_error` says
+        return f"has no kernels for tangents; the {other} backend can run it"
     if signature is QUANTIZED:
         return _quantized_error(call)
     if signature is QUANTIZED_PACKED:
@@ -94,7 +96,7 @@ def supports(call: Call) -> str | None:
     if signature is PAGED:
         return _paged_error(call)
     if signature is SELECTED:
-        return f"has no kernel for lists of blocks; {_ALTERNATIVE}"
+        return "has no kernel for lists of blocks; the reference backend can run it"
     if call.backend == "auto" and signature is DENSE:
         if call.saved is None and is_decoding(call):
             # where the decoding kernel cannot run, a backend that splits keys is faster than
