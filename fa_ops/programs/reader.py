@@ -670,11 +670,27 @@ def _key(x: object, names: tuple[str, ...], tensors: list[Tensor], seen: dict) -
         )
     if isinstance(x, types.BuiltinFunctionType | type) or _is_library(x):
         return "library", id(x)
+    if _is_of_the_standard_library(x):
+        raise _Incomparable
     return _object_key(x, names, tensors, seen)
 
 
+def _is_of_the_standard_library(x: object) -> bool:
+    """Whether it is an object with a state that cannot be seen, such as an `itemgetter`."""
+    module = type(x).__module__
+    return callable(x) and module != "builtins" and module in sys.stdlib_module_names
+
+
 def _is_library(x: object) -> bool:
-    """Whether it belongs to torch, Python or this package, and does not change."""
+    """Whether it belongs to torch, Python or this package, and does not change.
+
+    A function that a call of these has made may capture anything, such as what torch's `and_masks`
+    returns.
+    """
+    if isinstance(x, types.FunctionType) and "<locals>" in x.__qualname__:
+        return False
+    if _is_of_the_standard_library(x):
+        return False
     name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None) or ""
     root = name.split(".")[0]
     is_callable = isinstance(x, types.ModuleType) or callable(x)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks
 
 from fa_ops.programs.evaluation import Elements
 from fa_ops.programs.expressions import (
@@ -214,6 +216,21 @@ def test_functions_are_told_apart():
     assert first.key is not None and first.tensors[0] is model.bias
     model.window = 4
     assert identity_of(model.score).key != first.key
+
+
+def test_functions_that_libraries_make_are_told_apart_by_what_they_capture():
+    """The address of such a function may be that of an earlier one."""
+
+    def make(n, t=None):
+        inner = lambda b, h, i, j: i - j < (n if t is None else t[h])  # noqa: E731
+        return and_masks(lambda b, h, i, j: i >= j, inner)
+
+    t = torch.ones(4, dtype=torch.int32)
+    first = identity_of(make(3)).key
+    assert first == identity_of(make(3)).key != identity_of(make(4)).key
+    assert identity_of(make(3, t)).tensors[0] is t
+    pick = operator.itemgetter(0)
+    assert identity_of(lambda s, b, h, i, j: pick((s, i))).key is None
 
 
 def test_a_global_number_is_part_of_the_identity():
