@@ -141,13 +141,13 @@ def selection(
     need(Hk == 1, "key has {} heads, but those of an indexer share their keys: pass one head", Hk)
     checks.heads(H, Hk, Hk, D, Dk)
     checks.floats(q, "weights", weights)
-    checks.has_shape("weights", weights, (B, H, Sq))
+    checks.has_shape("weights", weights, (B, H, Sq), "pass a weight for each head and query")
     need(count >= 1, "count must be at least 1, got {}: it is the length of a list", count)
     if scale is not None:
         need(-math.inf < scale < math.inf, "scale must be finite, got {}", scale)
     if kv_lens is not None:
         checks.integers(q, "kv_lens", kv_lens)
-        checks.has_shape("kv_lens", kv_lens, (B,))
+        checks.has_shape("kv_lens", kv_lens, (B,), "pass a number of keys for each row")
     if key_ranges is not None:
         checks.key_ranges(q, key_ranges, B, 1, Sq)
     if attn_mask is not None:
