@@ -81,7 +81,8 @@ def pages_of_heads(q: Tensor, k: Tensor, v: Tensor, tensors: Operands) -> None:
     _page_shapes(q, k, v, NAMES)
     table, B, Hkv = tensors.page_table, q.shape[0], k.shape[2]
     checks.integers(q, "page_table", table)
-    checks.has_shape("page_table", table, (B, Hkv, table.shape[2]))
+    of = "it has a row of pages for each sequence and key head"
+    checks.has_shape("page_table", table, (B, Hkv, table.shape[2]), of)
     refused = {"key": tensors.new_key, "k_scale": tensors.k_scale, "v_scale": tensors.v_scale}
     refused |= {"value": tensors.new_value, "unified_max": tensors.unified_max}
     for name, t in refused.items():
@@ -92,15 +93,16 @@ def pages_of_heads(q: Tensor, k: Tensor, v: Tensor, tensors: Operands) -> None:
          k.shape)  # fmt: skip
     if tensors.kv_lens is not None:
         checks.integers(q, "kv_lens", tensors.kv_lens)
-        checks.has_shape("kv_lens", tensors.kv_lens, (B,))
+        checks.has_shape("kv_lens", tensors.kv_lens, (B,), "pass a number of keys for each row")
     if tensors.alibi_slopes is not None:
         need(tensors.alibi_slopes.shape[-1] == q.shape[1], "alibi_slopes must have shape (Hq,) or "
-             "(B, Hq) with Hq = {}, got {}", q.shape[1], tensors.alibi_slopes.shape)  # fmt: skip
+             "(B, Hq) with Hq = {}, got {}: pass a slope for each query head", q.shape[1],
+             tensors.alibi_slopes.shape)  # fmt: skip
     if tensors.key_ranges is not None:
         _key_ranges(q, tensors.key_ranges, B)
     if tensors.sinks is not None:
         checks.floats(q, "sinks", tensors.sinks)
-        checks.has_shape("sinks", tensors.sinks, (q.shape[1],))
+        checks.has_shape("sinks", tensors.sinks, (q.shape[1],), "pass a sink for each query head")
 
 
 def page_values(table: Tensor, lens: Tensor, count: int, size: int) -> None:
