@@ -52,7 +52,8 @@ class _Benchmarks(_Commands):
         "memory": "bench.sweep.memory", "features": "bench.features.main",
         "accuracy": "bench.accuracy.main", "cpu": "bench.cpu.main", "decode": "bench.decode.main",
         "first": "bench.first.main", "host": "bench.host.main",
-        "quantized": "bench.quantized.main",
+        "quantized": "bench.quantized.main", "flex": "bench.flex.main",
+        "derivatives": "bench.derivatives.main", "selected": "bench.selected.main",
     }  # fmt: skip
 
 
