@@ -28,7 +28,7 @@ SHARED = 0.74  # of a list's blocks that the next query has too
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenLists:
+class TokenListProblem:
     """T queries of H heads, each over `count` of N tokens of a latent cache."""
 
     T: int
@@ -102,7 +102,7 @@ def _tokens(out: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockLists:
+class BlockListProblem:
     """S tokens of Hq and Hkv heads: `count` blocks of `block` keys for each `shared` queries."""
 
     name: str
@@ -197,28 +197,28 @@ class BlockLists:
         }
 
 
-GRIDS: dict[str, list[TokenLists | BlockLists]] = {
+GRIDS: dict[str, list[TokenListProblem | BlockListProblem]] = {
     "cuda": [
-        TokenLists(64, 128, 65536, 2048),  # decoding
-        TokenLists(4096, 128, 131072, 2048),
-        TokenLists(32768, 128, 32768, 2048),
-        *(BlockLists("MoBA", S, 32, 8, 128, 512, 128, 4) for S in (8192, 16384, 32768)),
+        TokenListProblem(64, 128, 65536, 2048),  # decoding
+        TokenListProblem(4096, 128, 131072, 2048),
+        TokenListProblem(32768, 128, 32768, 2048),
+        *(BlockListProblem("MoBA", S, 32, 8, 128, 512, 128, 4) for S in (8192, 16384, 32768)),
         *(
-            BlockLists("NSA", S, 64, 4, 128, 64, 1, 16)
+            BlockListProblem("NSA", S, 64, 4, 128, 64, 1, 16)
             for S in (4096, 6144, 8192, 16384, 32768)
         ),
     ],
     "cpu": [
-        TokenLists(8, 4, 1024, 64),
-        TokenLists(128, 4, 512, 64),
-        BlockLists("MoBA", 512, 4, 2, 64, 64, 32, 3),
-        BlockLists("NSA", 512, 4, 2, 64, 32, 1, 4),
+        TokenListProblem(8, 4, 1024, 64),
+        TokenListProblem(128, 4, 512, 64),
+        BlockListProblem("MoBA", 512, 4, 2, 64, 64, 32, 3),
+        BlockListProblem("NSA", 512, 4, 2, 64, 32, 1, 4),
     ],
 }  # fmt: skip
 
 
 def quantities(
-    problems: list[TokenLists | BlockLists], device: str, only: str | None = None
+    problems: list[TokenListProblem | BlockListProblem], device: str, only: str | None = None
 ) -> list[Quantity]:
     """Forward passes, and backward passes over blocks, of problems whose name has a word."""
     names = options.matching(only, list(map(str, problems)), "problem")
@@ -226,7 +226,7 @@ def quantities(
     for problem in problems:
         if str(problem) not in names:
             continue
-        if isinstance(problem, TokenLists):
+        if isinstance(problem, TokenListProblem):
             make = functools.partial(problem.builds, device)
             found.append(Quantity(str(problem), "forward", make, flops=problem.flops))
             continue

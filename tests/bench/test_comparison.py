@@ -11,8 +11,8 @@ from fa_ops.bench.comparison import Quantity, forward_run
 from fa_ops.bench.timing import Time
 from fa_ops.cli import bench as app
 
-TOKENS = selected.TokenLists(3, 2, 32, 4, D=16, Dv=8)
-BLOCKS = selected.BlockLists("NSA", 70, 2, 1, 16, 16, 3, 3)
+TOKENS = selected.TokenListProblem(3, 2, 32, 4, D=16, Dv=8)
+BLOCKS = selected.BlockListProblem("NSA", 70, 2, 1, 16, 16, 3, 3)
 COMMANDS = {
     "flex": ("--tokens 64 --only softcap,offset", {"forward", "backward"}),
     "flex of masks": ("--masks --tokens 300 --only tree", {"tiles"}),
