@@ -13,9 +13,10 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_passes import report
+from compile_passes import flex_programs, report
 from compile_passes.emit.masks import add_mask_blocks
 from compile_passes.emit.replacement import QuantizedProducts, rewrite
+from compile_passes.flex_programs import AS_FAST, WIDE
 from compile_passes.ir.axes import is_one
 from compile_passes.ir.graph import EXAMPLES, SOURCE_METADATA, GraphView, Value
 from compile_passes.ir.vocabulary import operation, raw_name
@@ -89,16 +90,27 @@ def fuse(
         if not isinstance(results.get(softmax), FusedCore):
             results[softmax] = fusion.fuse(core)
     findings = {node: report.make_finding(node, *reason) for node, reason in log.left.items()}
+    left = {node: node for node in log.left}  # calls by the node of their finding
     for softmax, node in nodes.items():
         result = results.get(softmax, NO_VALUE)
         call = log.calls.get(node)
         origin = (call.call, result, call.operation) if call else (node, result)
         findings[node] = report.make_finding(*origin)
+        if call and not findings[node].fused:
+            left[node] = call.call
     log.finish(fused=any(finding.fused for finding in findings.values()))
+    for node, call in left.items():
+        if flex_attention.is_flex(call) and _may_be_a_program(findings[node]):
+            findings[node] = flex_programs.take(call, products is not None)
     add_mask_blocks(graph)
     ordered = [findings[node] for node in sorted(findings, key=log.order.__getitem__)]
     report.record(ordered)
     return ordered
+
+
+def _may_be_a_program(finding: Finding) -> bool:
+    """Whether a call of FlexAttention was not left because torch computes it as fast."""
+    return finding.reason.partition("; products: ")[0] not in (WIDE, AS_FAST)
 
 
 def keep_left_softmaxes(graph: fx.Graph) -> None:
@@ -334,14 +346,14 @@ CALL_RULES = (
     # CPU, 2048 keys, one core: a window of 128 given as a mask takes 124 ms, the operator 24;
     # a causal mask 210 and 71
     CallRule(_mask_becomes_compact, True, "its mask becomes compact, and masked tiles are skipped"),
-    CallRule(_is_wide_on_gpu, False, "the GPU kernels are made for 16 bits"),
+    CallRule(_is_wide_on_gpu, False, WIDE),
     # H200, Llama of 8B shape: SDPA takes 1.36 times as long in the prefill, 1.21 in training
     CallRule(_is_on_hopper, True, "the kernels for Hopper are faster"),
     # CPU, 8 and 2 heads, 1 query, 1024 keys: 1.9 ms with repeated keys and values, 0.45 without
     CallRule(_repeats_heads, True, "keys and values are not repeated"),
     # CPU, 8 heads, 1 query, 1024 keys: 2.2 ms and 1.2
     CallRule(_is_one_query_on_cpu, True, "for one query the keys are split among the cores"),
-    CallRule(lambda case: True, False, "torch computes it as fast"),
+    CallRule(lambda case: True, False, AS_FAST),
 )
 
 

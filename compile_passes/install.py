@@ -19,12 +19,15 @@ from compile_passes.fuse import checked_products, fuse, keep_left_softmaxes
 TIMER = "compile_passes.fuse"  # in torch._dynamo.utils.compilation_time_metrics
 
 
-# The cache key covers what decides a rewrite: these sources and the operators' schemas.
-HASHED_SOURCES = ("ir", "rewrites", "match", "masks", "emit", "fuse.py")
+# The cache key covers what decides a rewrite: these sources, those of fa_ops by which functions
+# become programs, and the operators' schemas.
+HASHED_SOURCES = ("ir", "rewrites", "match", "masks", "emit", "fuse.py", "flex_programs.py")
+_READERS = ("programs", "functions/flex.py", "functions/flex_graphs.py")
 _OPERATORS = (
     torch.ops.fa.attention.default,
     torch.ops.fa.attention_with_lse.default,
     torch.ops.fa.attention_averaging_rows.default,
+    torch.ops.fa.attention_programmed.default,
     torch.ops.fa.quantized_attention.default,
     torch.ops.fa.dropout_seed.default,
 )
@@ -36,8 +39,9 @@ def source_hash() -> str:
     reports or the installation does not.
     """
     digest = hashlib.sha256("".join(str(op._schema) for op in _OPERATORS).encode())
-    root = Path(__file__).parent
-    for name in HASHED_SOURCES:
+    root = Path(__file__).parents[1]
+    names = [f"compile_passes/{name}" for name in HASHED_SOURCES]
+    for name in (*names, *(f"fa_ops/{name}" for name in _READERS)):
         for path in sorted((root / name).rglob("*.py")) or [root / name]:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\0".encode())
@@ -136,7 +140,7 @@ def install(
         verify: check each rewrite at compile time: the original and its replacement run on random
             inputs of the example's shapes, forward and backward, and where they differ the original
             is kept and the reason in the report states by how much. This costs their time and
-            memory once.
+            memory once. Calls of `flex_attention` whose functions are read are not compared.
         eight_bit: for inference: fuse into :func:`fa_ops.quantized_attention` where no gradient is
             recorded and masks become causality, windows, lengths or ranges, without dropout and
             ALiBi, for more than 16 queries or no more keys than queries. Also calls of

@@ -43,6 +43,16 @@ class FusedCore:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProgrammedCall:
+    """A call of the operator that replaced one of FlexAttention, whose functions were read; `why`
+    it was.
+    """
+
+    call: fx.Node
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Location:
     """A line of the user's source; `file` is empty where the graph does not record it."""
 
@@ -133,12 +143,18 @@ class Report:
         return f"{sum(found)} of {len(found)} {name}" if found else ""
 
 
-def make_finding(node: fx.Node, result: FusedCore | str, operation: str = "softmax") -> Finding:
+def make_finding(
+    node: fx.Node, result: FusedCore | ProgrammedCall | str, operation: str = "softmax"
+) -> Finding:
     """The finding for a softmax or call, from what replaced it or the reason why it stays."""
     place = locate(node)
     if isinstance(result, str):
         return Finding(node.name, place, False, reason=result, operation=operation)
-    call, masks = _describe_call(result.call), _describe_masks(result.masks)
+    call = _describe_call(result.call)
+    if isinstance(result, ProgrammedCall):
+        masks = _describe_options(result.call)
+        return Finding(node.name, place, True, call, masks, result.why, operation)
+    masks = _describe_masks(result.masks)
     return Finding(
         node.name, place, True, call, masks, result.why, operation, result.verified,
         result.products,
@@ -175,16 +191,43 @@ def record(findings: list[Finding]) -> None:
 
 def _describe_call(call: fx.Node) -> str:
     """The call as Python, without arguments that have their default value."""
-    q, k, v, *others = call.args
-    names = [argument.name for argument in call.target._schema.arguments][3:]
-    options = {name: x or None for name, x in zip(names, others)}
-    options |= call.kwargs
-    given = [f"{name}={_short(x)}" for name, x in options.items() if x is not None]
-    return f"{call.target._schema.name}({', '.join([q.name, k.name, v.name, *given])})"
+    tensors, options = call.args[:3], options_of(call)
+    given = [f"{name}={_short(x)}" for name, x in options.items()]
+    return f"{call.target._schema.name}({', '.join([*(x.name for x in tensors), *given])})"
+
+
+def options_of(call: fx.Node) -> dict[str, object]:
+    """The arguments of a call of the operator, behind query, key and value, but for defaults."""
+    arguments = call.target._schema.arguments
+    defaults = {a.name: a.default_value if a.has_default_value() else None for a in arguments}
+    options = dict(zip([*defaults][3:], call.args[3:])) | call.kwargs
+    return {name: x for name, x in options.items() if x is not None and x != defaults[name]}
 
 
 def _short(x: object) -> str:
+    if isinstance(x, str):
+        return "; ".join(x.splitlines())
     return f"{x:.6g}" if isinstance(x, float) else str(x)
+
+
+def _describe_options(call: fx.Node) -> str:
+    """The masks of a call that was made of functions, by its arguments."""
+    options = options_of(call)
+    left, right = options.get("window_left"), options.get("window_right")
+    parts = ["is_causal"] if options.get("is_causal") else []
+    if left is not None or right is not None:
+        parts.append(f"window=({left}, {0 if 'is_causal' in options else right})")
+    named = {
+        "alibi_slopes": "ALiBi",
+        "key_ranges": "a key range for each query",
+        "attn_mask": "dense attn_mask",
+    }
+    parts += [words for name, words in named.items() if name in options]
+    lines = str(options.get("program", "")).splitlines()
+    roots = [line.split()[0] for line in lines if line.startswith(("mask ", "score "))]
+    if roots:
+        parts.append(f"a program of the {' and the '.join(roots)}")
+    return ", ".join(parts) or "no mask"
 
 
 def _describe_masks(masks: ClassifiedMasks) -> str:

@@ -36,6 +36,7 @@ TOP = {
     "fa_ops.backends": (
         "fa_ops.call",
         "fa_ops.programs",
+        "fa_ops.backends.conversion",
         "fa_ops.backends.dropout",
         "fa_ops.backends.mask_blocks",
         "fa_ops.backends.quantization",
@@ -97,6 +98,7 @@ COMMANDS = ("fa_ops.__main__", "fa_ops.bench", "fa_ops.cli")
 PUBLIC = (
     "fa_ops",
     "fa_ops.functions.attention",
+    "fa_ops.functions.flex_graphs",
     "fa_ops.plans.dispatch",
     "fa_ops.call.backend_option",
     "fa_ops.distributed",

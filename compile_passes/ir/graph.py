@@ -310,12 +310,12 @@ class NodeInserter:
 
     def _evaluate(self, kind: str, target, args: tuple, kwargs: dict) -> object:
         args, kwargs = map_arg((args, kwargs), example)
-        mode = self._fake_mode() or contextlib.nullcontext()
+        mode = self.fake_mode() or contextlib.nullcontext()
         # torch 2.11 keeps sizes symbolic in composite operators only with Python's dispatcher
         with mode, enable_python_dispatcher(), torch.no_grad():
             return run(kind, target, args, kwargs)
 
-    def _fake_mode(self) -> FakeTensorMode | None:
+    def fake_mode(self) -> FakeTensorMode | None:
         """The mode of the anchor's example, or of an input's if the anchor has several results."""
         examples = map(example, (self.anchor, *self.anchor.all_input_nodes))
         modes = (getattr(x, "fake_mode", None) for x in examples)

@@ -52,8 +52,12 @@ def write_out_flex(log: EditLog) -> None:
 
 def _write_out(log: EditLog, call: fx.Node) -> None:
     q, k, v, _, block_mask, scale, _, score_buffers, mask_buffers = call.args
-    score_mod, mask_mod = (_subgraph(call, x) for x in (call.args[3], block_mask[-1]))
-    _check_call(call, block_mask)
+    score_mod, mask_mod = (function.graph for function in functions_of(call))
+    check_inputs_of(call)
+    if not sizes_equal(example(q).shape[0], example(k).shape[0]):
+        raise Refusal("key and value have another batch size than the query")
+    if any(user.args[1] != 0 and user.users for user in call.users):
+        raise Refusal("its log-sum-exp or maximum is read")
     part = next((user for user in call.users if user.args[1] == 0), None)
     if part is None:
         raise Refusal("its result is not read")
@@ -67,7 +71,7 @@ def _write_out(log: EditLog, call: fx.Node) -> None:
     indices = _indices(inserter, scores)
     scores = _applied(inserter, score_mod, (scores, *indices), score_buffers)
     kept = _applied(inserter, mask_mod, indices, mask_buffers)
-    if not _mask_mod_decides(call, block_mask, mask_mod):
+    if not mask_mod_decides(call):
         kept = kept_by_blocks(inserter, kept, indices, block_mask)
     hidden = inserter.function(torch.logical_not, kept)
     scores = inserter.method("masked_fill", scores, hidden, -torch.inf)
@@ -78,35 +82,36 @@ def _write_out(log: EditLog, call: fx.Node) -> None:
     if example(out).shape != example(part).shape or example(out).dtype != dtype:
         raise Refusal("score_mod changes the shape or dtype of the scores")
     inserter.supersede(call, out)
-    has_mask = _computes(score_mod) or _computes(mask_mod)
+    has_mask = computes(score_mod) or computes(mask_mod)
     log.calls[softmax] = AttentionCall(call, NAME, inserter.nodes, softmax, has_mask)
 
 
-def _check_call(call: fx.Node, block_mask: tuple) -> None:
+def check_inputs_of(call: fx.Node) -> None:
+    """Raises Refusal where an input of a call is not a plain tensor."""
+    block_mask = call.args[4]
     given = [*call.args[:3], *block_mask, *call.args[-2], *call.args[-1]]
     check_inputs(x for x in given if isinstance(x, fx.Node) and x is not block_mask[-1])
     q, k, v = (example(x) for x in call.args[:3])
     if not q.dtype == k.dtype == v.dtype:
         raise Refusal("query, key and value differ in dtype")
-    if not sizes_equal(q.shape[0], k.shape[0]):
-        raise Refusal("key and value have another batch size than the query")
-    for user in call.users:
-        if user.args[1] != 0 and user.users:
-            raise Refusal("its log-sum-exp or maximum is read")
 
 
-def _mask_mod_decides(call: fx.Node, block_mask: tuple, mask_mod: fx.Graph) -> bool:
+def mask_mod_decides(call: fx.Node) -> bool:
     """Whether the lists of the BlockMask neither leave out nor add anything."""
+    return has_one_block(call) or is_made_of(call, call.args[4], functions_of(call)[1].graph)
+
+
+def has_one_block(call: fx.Node) -> bool:
+    """Whether the lists name one block of all scores, in which mask_mod applies."""
     q, k = (example(x) for x in call.args[:2])
+    block_mask = call.args[4]
     counts, indices, *others = block_mask[2:-3]
     q_block, k_block = block_mask[-3:-1]
     one_block = _at_most(q.shape[-2], q_block) and _at_most(k.shape[-2], k_block)
     whole = (
         others[:2] == [None, None] and _is_filled(counts, "ones") and _is_filled(indices, "zeros")
     )
-    reads_inputs = _reads_inputs([x for x in others if isinstance(x, fx.Node)])
-    known = one_block and whole and not reads_inputs
-    return known or is_made_of(call, block_mask, mask_mod)
+    return one_block and whole and not _reads_inputs([x for x in others if isinstance(x, fx.Node)])
 
 
 def _at_most(n: int | torch.SymInt, limit: object) -> bool:
@@ -141,14 +146,17 @@ def _reads_inputs(nodes: list[fx.Node]) -> bool:
     return False
 
 
-def _subgraph(call: fx.Node, attribute: object) -> fx.Graph:
-    owner = call.graph.owning_module
-    if owner is None or not isinstance(attribute, fx.Node) or attribute.op != "get_attr":
-        raise Refusal("score_mod or mask_mod is not a graph")
-    return owner.get_submodule(attribute.target).graph
+def functions_of(call: fx.Node) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The score_mod and mask_mod of a call."""
+    owner, found = call.graph.owning_module, []
+    for attribute in (call.args[3], call.args[4][-1]):
+        if owner is None or not isinstance(attribute, fx.Node) or attribute.op != "get_attr":
+            raise Refusal("score_mod or mask_mod is not a graph")
+        found.append(owner.get_submodule(attribute.target))
+    return found[0], found[1]
 
 
-def _computes(graph: fx.Graph) -> bool:
+def computes(graph: fx.Graph) -> bool:
     """Whether a score_mod or mask_mod is not the one that changes nothing."""
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     return any(raw_name(node) != "new_ones" for node in calls)

@@ -171,9 +171,6 @@ def flex_attention(
         query, key, value, score_mod, block_mask, read_scale(scale), enable_gqa, mask_mod,
         tuple(buffers), is_causal, window, key_ranges, kv_lens, sinks, deterministic, backend,
     )  # fmt: skip
-    if _shares_keys(query, key, value):
-        key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
-        given = given._replace(key=key, value=value)
     if return_aux is None:
         return attend(given, return_lse)
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
@@ -190,6 +187,9 @@ def attend(given: Arguments, with_lse: bool, factor: float = 1.0) -> Tensor | tu
         from fa_ops.functions import flex_graphs
 
         return flex_graphs.attend(given, with_lse, factor)
+    if _shares_keys(*given[:3]):
+        key, value = (t.expand(given.query.shape[0], -1, -1, -1) for t in given[1:3])
+        given = given._replace(key=key, value=value)
     call = _with_tiles(given, described(given, factor))
     return run(*given[:3], call.operands, call.scalars, call.function, with_lse)
 
@@ -440,7 +440,13 @@ def _masks(given: Arguments) -> tuple[list[MaskMod], _Table | None, Tensor | Non
                          "make one for these queries")  # fmt: skip
     if min(block) >= max(Sq, Sk) and block_mask.full_kv_num_blocks is None:
         return [*masks, own], None, None
-    return [*masks, own], _table_of(given, block_mask), None
+    table = _table_of(given, block_mask)
+    if table is None or not tracing.is_compiling():
+        return [*masks, own], table, None
+    # an eager call finds its tiles by intervals; a full block says nothing of other masks
+    is_alone = not masks and given.score_mod is None
+    runs = tiles.runs_of_blocks(table.states, block, given.sizes, keep_full=is_alone)
+    return [*masks, own], table if getattr(block_mask, "decides", True) else None, runs
 
 
 def _states(block_mask: BlockMask, Sk: int) -> Tensor:

@@ -47,8 +47,10 @@ class ListedBlocks:
     """What a BlockMask lists, under the names that it has there."""
 
     def __init__(
-        self, lists: Sequence[Tensor | None], seq_lengths: tuple, block: tuple, mask_mod: Callable
-    ) -> None:
+        self, lists: Sequence[Tensor | None], seq_lengths: tuple, block: tuple, mask_mod: Callable,
+        decides: bool,
+    ) -> None:  # fmt: skip
+        self.decides = decides  # False: they are known to be those of mask_mod
         self.kv_num_blocks, self.kv_indices = lists[:2]
         self.full_kv_num_blocks, self.full_kv_indices = lists[2:]
         self.seq_lengths, self.BLOCK_SIZE, self.mask_mod = seq_lengths, block, mask_mod
@@ -68,7 +70,8 @@ class Settings(NamedTuple):
     deterministic: bool
     backend: str | None
     with_lse: bool
-    factor: float  # of the scores
+    factor: float = 1.0  # of the scores
+    lists_decide: bool = True  # False: the lists of blocks are known to be those of mask_mod
 
 
 class FlexAttention(HigherOrderOperator):
@@ -95,7 +98,9 @@ class FlexAttention(HigherOrderOperator):
             mask_mod = function_of(mask_graph, mask_captured)
         block_mask = runs
         if lists[0] is not None:
-            block_mask = ListedBlocks(lists, (Sq, Sk), (rows, columns), mask_mod)
+            block_mask = ListedBlocks(
+                lists, (Sq, Sk), (rows, columns), mask_mod, chosen.lists_decide
+            )
             mask_mod = None
         given = flex.Arguments(
             query, key, value, score, block_mask, scale, chosen.enable_gqa, mask_mod, (),

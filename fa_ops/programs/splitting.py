@@ -515,7 +515,8 @@ class Prologue:
 
     def _indexed(self, t: Tensor, index: list[Tensor], node: Node) -> Tensor:
         try:
-            return torch.ops.aten.index(t, index)
+            # traced, an index without dimensions beside others would get their dimensions twice
+            return torch.ops.aten.index(t, list(torch.broadcast_tensors(*index)))
         except IndexError as error:
             raise IndexError(
                 f"{self.split.name} reads {shown(node)}, a tensor of shape {tuple(t.shape)}, out "

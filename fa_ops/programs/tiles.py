@@ -430,3 +430,51 @@ def states_of_runs(runs: Tensor, m: int, n: int) -> Tensor:
     mixed = (inside & (coded & 1).bool().unsqueeze(-1)).any(-2)
     states = torch.where(inside.any(-2), FULL, EMPTY)
     return torch.where(mixed, MIXED, states).to(torch.uint8)
+
+
+# Runs of what a BlockMask lists, by operations of torch: while a graph is traced, its numbers are
+# not known.
+
+
+def runs_of_blocks(
+    states: Tensor, block: tuple[int, int], sizes: tuple[int, int, int, int], keep_full: bool
+) -> Tensor | None:
+    """Runs as of `tile_runs`, of blocks that are empty (0), mixed (1) or full (2).
+
+    `states` is int8 (B or 1, H or 1, blocks of queries, blocks of keys). Unless `keep_full`, full
+    tiles are mixed ones. None where blocks are neither parts of tiles nor made of them.
+    """
+    if not all(n % TILE_SIZE == 0 or TILE_SIZE % n == 0 for n in block):
+        return None
+    for dim, n, size in zip((2, 3), block, sizes[2:], strict=True):
+        tile = torch.arange(-(-size // TILE_SIZE), device=states.device)
+        part = torch.arange(max(TILE_SIZE // n, 1), device=states.device)
+        covered = (tile.unsqueeze(-1) * TILE_SIZE // n + part).clamp(max=states.shape[dim] - 1)
+        found = states.index_select(dim, covered.flatten()).unflatten(dim, tuple(covered.shape))
+        least, most = found.amin(dim + 1), found.amax(dim + 1)
+        states = torch.where(least == most, least, 1)  # 0 and 2 alone are of all parts
+    is_mixed = states == 1 if keep_full else states > 0
+    lines = [_listed_runs(states > 0, is_mixed)]
+    lines.append(_listed_runs((states > 0).transpose(2, 3), is_mixed.transpose(2, 3)))
+    return torch.cat(lines, 2)
+
+
+def _listed_runs(is_kept: Tensor, is_mixed: Tensor) -> Tensor:
+    """The runs of lines of tiles, the last dimension: int32 (B or 1, H or 1, lines, 33)."""
+    n = is_kept.shape[-1]
+    kind = is_kept.int() + is_mixed
+    starts = is_kept & (kind != torch.nn.functional.pad(kind, (1, 0))[..., :n])
+    number = starts.cumsum(-1, dtype=torch.int64)  # from 1, and 0 before the first
+    count = number[..., -1:]
+    # of a run its slot; the last slot takes all that follow, and another one empty tiles
+    slot = torch.where(is_kept, (number - 1).clamp(max=MAX_RUNS - 1), MAX_RUNS)
+    tile = torch.arange(n, device=kind.device).expand(slot.shape)
+    empty = torch.zeros((*slot.shape[:-1], MAX_RUNS + 1), dtype=torch.int64, device=kind.device)
+    behind = empty.scatter_reduce(-1, slot, tile + 1, "amax")
+    first = (empty + n).scatter_reduce(-1, slot, tile, "amin")
+    mixed = empty.scatter_reduce(-1, slot, is_mixed.long(), "amax")
+    is_last = torch.arange(MAX_RUNS + 1, device=kind.device) == MAX_RUNS - 1
+    mixed = torch.where(is_last & (count > MAX_RUNS), 1, mixed)
+    pairs = torch.stack((first, (behind - first) * 2 + mixed), -1)
+    pairs = torch.where((behind > 0).unsqueeze(-1), pairs, 0)[..., :MAX_RUNS, :].flatten(-2)
+    return torch.cat((count.clamp(max=MAX_RUNS), pairs), -1).to(torch.int32)

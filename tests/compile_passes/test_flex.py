@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import re
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention import flex_attention as flex_module
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
+from torch.utils._pytree import tree_leaves
 
 import compile_passes
 from compile_passes.fuse import CallCase
@@ -21,6 +28,7 @@ BIAS = torch.randn(4, S, S, generator=torch.Generator().manual_seed(0))
 TABLE = torch.randn(4, 2 * S, generator=torch.Generator().manual_seed(1))
 LENGTHS = torch.tensor([40, 90])
 DOCUMENTS = torch.arange(S) // 30
+TEXTS = torch.stack([torch.arange(S) // 30, torch.arange(S) % 3])  # the second is not sorted
 
 
 def inputs(Hkv=4):
@@ -106,7 +114,6 @@ def test_a_mask_mod_alone_decides_within_one_block():
     assert "repeat_interleave" not in fusion.code
 
 
-CAUSAL = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu")
 DROPPED = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu", BLOCK_SIZE=32)
 DROPPED.kv_num_blocks[..., 2] = 0
 FULL = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu", BLOCK_SIZE=32)
@@ -155,36 +162,19 @@ def test_block_masks_made_of_the_mask_mod_are_left_out(name):
     assert [f.masks for f in fusion.findings] == [masks], fusion.findings
 
 
-STORED = "its scores or mask would be stored for every query and key"
-
-
+NOTHING = "torch computes it as fast"
 LEFT = {
-    "a given BlockMask": (lambda q, k, v: flex_attention(q, k, v, block_mask=CAUSAL), STORED),
-    "blocks dropped": (lambda q, k, v: flex_attention(q, k, v, block_mask=DROPPED), STORED),
-    "blocks listed as full": (lambda q, k, v: flex_attention(q, k, v, block_mask=FULL), STORED),
-    "made inside of the first text": (
-        made_inside(lambda b, h, i, j: j < LENGTHS[b]),  # B is 1
-        STORED,
+    "nothing": (lambda q, k, v: flex_attention(q, k, v), NOTHING),
+    "lse of nothing": (lambda q, k, v: flex_attention(q, k, v, return_lse=True), NOTHING),
+    "a function of pairs": (
+        with_score_mod(lambda s, b, h, i, j: torch.tanh(s + BIAS[h, i, j])),
+        r"score_mod '<lambda>' \(test_flex.py, line \d+\) .*reads a tensor by query and key, "
+        r"load0\(h, q, k\), inside a function of the score",
     ),
-    "changed inside": (made_inside(lambda b, h, i, j: i >= j, changed=True), STORED),
-    "lse": (
-        lambda q, k, v: flex_attention(q, k, v, return_lse=True),
-        "its log-sum-exp or maximum is read",
+    "no such operation": (
+        with_score_mod(lambda s, b, h, i, j: torch.special.bessel_j0(s)),
+        r"score_mod '<lambda>' \(test_flex.py, line \d+\) calls special_bessel_j0, which programs",
     ),
-    "relu": (
-        with_score_mod(lambda s, b, h, i, j: torch.relu(s)),
-        "score_mod or mask_mod calls relu",
-    ),
-    "a row": (
-        with_score_mod(lambda s, b, h, i, j: s + TABLE[h][i - j + S]),
-        "score_mod or mask_mod reads a part of a tensor that is not an element",
-    ),
-    "relative": (with_score_mod(lambda s, b, h, i, j: s + TABLE[h, i - j + S]), STORED),
-    "documents": (
-        with_score_mod(lambda s, b, h, i, j: torch.where(DOCUMENTS[i] == DOCUMENTS[j], s, -INF)),
-        STORED,
-    ),
-    "nothing": (lambda q, k, v: flex_attention(q, k, v), "torch computes it as fast"),
 }
 
 
@@ -194,7 +184,121 @@ def test_others_stay(name):
     fusion = fuse(function)
     actual, expected = fusion.run(*inputs()), function(*inputs())
     torch.testing.assert_close(actual, expected)
-    assert fusion.reasons == [reason]
+    (found,) = fusion.reasons
+    assert re.match(reason, found), found
+
+
+# Functions that become programs.
+
+N = 45
+GATES = torch.randn(2, 4, N, generator=torch.Generator().manual_seed(2)).requires_grad_()
+DISTANCES = torch.randn(4, 2 * N, generator=torch.Generator().manual_seed(3)).requires_grad_()
+PAIRS = torch.randn(4, N, N, generator=torch.Generator().manual_seed(4)).requires_grad_()
+TRAINED = GATES, DISTANCES, PAIRS
+
+
+def in_windows(b, h, i, j):
+    """Documents of each text, and windows that differ by head."""
+    return (TEXTS[b, i] == TEXTS[b, j]) & (i - j < 9 + h) & (i >= j)
+
+
+WINDOWS = create_block_mask(in_windows, 2, 4, N, N, "cpu", BLOCK_SIZE=16)
+
+
+def attend_windows(q, k, v):
+    return flex_attention(q, k, v, block_mask=WINDOWS, return_aux=AuxRequest(lse=True))
+
+
+def grouped(q, k, v):
+    score_mod = lambda s, b, h, i, j: torch.relu(s) + GATES[b, h, i] * GATES[b, h, j]  # noqa: E731
+    return flex_attention(q, k[:, :2], v[:, :2], score_mod, scale=0.3, enable_gqa=True)
+
+
+def of_lengths(q, k, v):
+    """Sizes are captured, and some queries have no keys."""
+    n = q.shape[2]
+    score_mod = lambda s, b, h, i, j: torch.where(  # noqa: E731
+        (i % 7 > 0) & (j < n - 3), torch.tanh(s) + DISTANCES[h, i - j + n], -INF
+    )
+    return flex_attention(q, k, v, score_mod, return_lse=True)
+
+
+PROGRAMS = {
+    "relative": (
+        lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + DISTANCES[h, i - j + N]),
+        "a program of the score",
+    ),
+    "pairs": (
+        lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s * s + PAIRS[h, i, j]),
+        "dense attn_mask, a program of the score",
+    ),
+    "windows": (attend_windows, "a program of the mask"),
+    "grouped": (grouped, "a program of the score"),
+    "lengths": (of_lengths, "a key range for each query, a program of the score"),
+    "options": (
+        lambda q, k, v: flex_attention(
+            q, k, v, lambda s, b, h, i, j: torch.where(i >= j, s, -INF), return_lse=True
+        ),
+        "is_causal",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, dynamic", [*((name, name == "lengths") for name in PROGRAMS)])
+def test_functions_become_programs(name, dynamic, monkeypatch):
+    """With the results, and the gradients of captured tensors, of torch's own operations."""
+    monkeypatch.setattr(flex_module, "_validate_device", lambda query, key, value: None)
+    function, masks = PROGRAMS[name]
+    fusion = fuse(function, dynamic, aot=True)
+    dtype = torch.float64 if name == "grouped" else torch.float32
+    given = [x.to(dtype).requires_grad_() for x in qkv(Sq=N, Sk=N, D=16, Dv=16)]
+    expected = torch.compile(function, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    found = []
+    for run in (fusion.run, expected):
+        outputs = [x for x in tree_leaves(run(*given)) if isinstance(x, torch.Tensor)]
+        finite = [x.nan_to_num(neginf=0.0) for x in outputs]
+        grads = torch.autograd.grad(
+            sum((x * x.detach().cos()).sum() for x in finite), [*given, *TRAINED],
+            allow_unused=True, materialize_grads=True,
+        )  # fmt: skip
+        found.append([*outputs, *grads])
+    for actual, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-4)
+    (finding,) = fusion.findings
+    assert finding.fused and finding.masks == masks, finding
+    assert "program=fa1; " in finding.call or name == "options"
+
+
+def changed_inside(q, k, v):
+    return made_inside(lambda b, h, i, j: i >= j, changed=True)(q, k, v)
+
+
+def of_first_text(q, k, v):
+    return made_inside(lambda b, h, i, j: j < LENGTHS[b])(q, k, v)
+
+
+LISTED = {
+    "full": (lambda q, k, v: flex_attention(q, k, v, block_mask=FULL), lambda: FULL),
+    "changed inside": (changed_inside, lambda: DROPPED),
+    "made of the first text": (
+        of_first_text,
+        lambda: create_block_mask(lambda b, h, i, j: j < LENGTHS[b], None, None, S, S, "cpu", 32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_become_a_part_of_programs(name):
+    """As compiled kernels read them; torch's eager mode does not."""
+    function, block_mask = LISTED[name]
+    fusion = fuse(function)
+    q, k, v = inputs()
+    keep = kept_elements(block_mask())
+    if name == "made of the first text":  # of whose last block mask_mod keeps all for the second
+        keep = torch.arange(S) < torch.tensor([40, 64])[:, None, None, None]
+    torch.testing.assert_close(fusion.run(q, k, v), masked(q, k, v, keep), atol=1e-5, rtol=1e-4)
+    (finding,) = fusion.findings
+    assert finding.masks == "a program of the mask" and "tile_runs" in finding.call
 
 
 def in_documents(b, h, i, j):
@@ -205,7 +309,6 @@ def of_texts(b, h, i, j):
     return (i >= j) & (TEXTS[b, i] == TEXTS[b, j])
 
 
-TEXTS = torch.stack([torch.arange(S) // 30, torch.arange(S) % 3])  # the second is not sorted
 GIVEN = {
     "documents": lambda: create_block_mask(in_documents, None, None, S, S, "cpu", BLOCK_SIZE=32),
     "unsorted": lambda: create_block_mask(of_texts, 2, None, S, S, "cpu", BLOCK_SIZE=32),
@@ -228,8 +331,7 @@ def on_hopper(monkeypatch):
     device = property(lambda case: torch.device("cuda:0"))
     monkeypatch.setattr(CallCase, "device", device)
     monkeypatch.setattr(CallCase, "capability", (9, 0))
-    module = sys.modules[flex_attention.__module__]
-    monkeypatch.setattr(module, "_validate_device", lambda query, key, value: None)
+    monkeypatch.setattr(flex_module, "_validate_device", lambda query, key, value: None)
 
 
 def attend_given(q, k, v, block_mask):

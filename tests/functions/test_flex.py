@@ -495,7 +495,9 @@ GIVEN = torch_flex.create_block_mask(f.MASKS["documents of rows"], f.B, None, f.
 def of_lengths(q, k, v):
     """Sizes are captured, and a tensor of which a row is read first."""
     S, documents = q.shape[2], torch.arange(q.shape[2]) // 5
-    score_mod = lambda s, b, h, i, j: torch.tanh(s) * SLOPE[h] - f.GATE[b][h][i] * (i - j + S)  # noqa: E731
+    score_mod = lambda s, b, h, i, j: (  # noqa: E731
+        torch.tanh(s) * SLOPE[h] - f.GATE[b][h][i] * f.OFFSET[2] * (i - j + S) + f.RELATIVE[h, 3]
+    )
     mask_mod = lambda b, h, i, j: (documents[i] == documents[j]) | (j < S - 20)  # noqa: E731
     return fa_ops.flex_attention(q, k, v, score_mod, mask_mod=mask_mod, return_lse=True)
 

@@ -107,3 +107,34 @@ def test_a_million_tokens():
 def test_a_mask_of_pairs_has_no_runs():
     with pytest.raises(NotImplementedError, match="reads a tensor by query and key"):
         fa_ops.mask_tiles(f.MASKS["ancestors"], 1, 1, f.S, f.S)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (32, 64), (256, 16), (2**30, 128)])
+def test_runs_of_blocks_are_those_of_their_tiles(block):
+    """Lines with more than are listed have merged ones; all others are exact."""
+    g = torch.Generator().manual_seed(0)
+    for Sq, Sk in ((700, 1000), (129, 5000)):
+        m, n = -(-Sq // 128), -(-Sk // 128)
+        shape = 2, 1, -(-Sq // block[0]), -(-Sk // block[1])
+        states = torch.randint(0, 3, shape, generator=g, dtype=torch.int8)
+        elements = states[:, :, torch.arange(Sq) // block[0]][..., torch.arange(Sk) // block[1]]
+        tiles_of = elements[:, :, (torch.arange(m * 128)).clamp(max=Sq - 1)]
+        tiles_of = tiles_of[..., (torch.arange(n * 128)).clamp(max=Sk - 1)]
+        tiles_of = tiles_of.unflatten(3, (n, 128)).unflatten(2, (m, 128))
+        least, most = tiles_of.amin((3, 5)), tiles_of.amax((3, 5))
+        for keep_full in (True, False):
+            runs = tiles.runs_of_blocks(states, block, (2, 4, Sq, Sk), keep_full)
+            full = tiles.FULL if keep_full else tiles.MIXED
+            kinds = torch.where(least == 2, full, tiles.MIXED)
+            kinds = torch.where(most == 0, tiles.EMPTY, kinds).to(torch.uint8)
+            turned = torch.cat((runs[:, :, m:], runs[:, :, :m]), 2)
+            for found, expected in (
+                (tiles.states_of_runs(runs, m, n), kinds),
+                (tiles.states_of_runs(turned, n, m), kinds.transpose(2, 3)),
+            ):
+                before = torch.nn.functional.pad(expected, (1, 0))[..., :-1]
+                few = ((expected != before) & (expected > 0)).sum(-1) <= MAX_RUNS
+                assert torch.equal(found[few], expected[few])
+                assert not (found[~few] == tiles.EMPTY)[expected[~few] > 0].any()
+                assert (expected[~few] == tiles.FULL)[found[~few] == tiles.FULL].all()
+    assert tiles.runs_of_blocks(states, (48, 128), (2, 4, Sq, Sk), True) is None
