@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import random
 import subprocess
 import sys
 import warnings
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fa_ops
 from fa_ops.functions import flex
+from fa_ops.functions.tile_cache import MaskedCall
 from fa_ops.ops import programmed
 from tests.programs import functions as f
 
@@ -74,11 +77,70 @@ def test_the_oracle(name):
     assert_same(f.SCORES[name], f.MASKS["blocks of heads"], "reference")
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_functions(seed):
+def random_call(seed: int):
+    """A call of random functions with random sizes and options, and the same by all scores."""
+    rng = random.Random(seed)
     torch.manual_seed(seed)
-    score_mod, mask_mod = f.random_function(seed, True), f.random_function(seed + 100, False)
-    assert_same(score_mod, mask_mod, "cpu")
+    B, Hkv, group = rng.choice([1, 2]), rng.choice([1, 2]), rng.choice([1, 1, 3])
+    Sq, Sk = (rng.choice([1, 7, 130, 257, 300]) for _ in range(2))
+    sizes, trained = (B, Hkv * group, Sq, Sk), []
+    score_mod, mask_mod = (
+        f.random_function(seed + at, is_score, sizes, trained if is_score else None)
+        if rng.random() < 0.8 else None
+        for at, is_score in ((0, True), (10**6, False))
+    )  # fmt: skip
+    shapes = (*sizes[:3], 8), (B, Hkv, Sk, 8), (B, Hkv, Sk, 5)
+    q, k, v = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in shapes)
+    window = rng.choice([None, None, (rng.randrange(200), rng.randrange(200))])
+    options = {"is_causal": rng.random() < 0.3, "window": window}
+    if rng.random() < 0.3:
+        options["kv_lens"] = torch.randint(0, Sk + 1, (B,), dtype=torch.int32)
+    if rng.random() < 0.3:
+        options["sinks"] = torch.randn(sizes[1], dtype=torch.float64, requires_grad=True)
+        trained.append(options["sinks"])
+    out, lse = fa_ops.flex_attention(
+        q, k, v, score_mod, mask_mod=mask_mod, enable_gqa=True, return_lse=True, **options
+    )
+    b, h = torch.arange(B).view(-1, 1, 1, 1), torch.arange(sizes[1]).view(-1, 1, 1)
+    i, j = torch.arange(Sq).view(-1, 1), torch.arange(Sk)
+    s = q @ k.repeat_interleave(group, 1).mT / math.sqrt(8)
+    s = s if score_mod is None else score_mod(s, b, h, i, j).expand(s.shape)
+    keep = torch.ones(s.shape, dtype=torch.bool) if mask_mod is None else mask_mod(b, h, i, j)
+    ends = options.get("kv_lens", torch.full((1,), Sk)).view(-1, 1, 1, 1)
+    left, right = (10**6, 10**6) if window is None else window
+    right = 0 if options["is_causal"] else right
+    distance = i + ends - Sq - j
+    keep = keep & (j < ends) & (distance <= left) & (distance >= -right)
+    s = s.masked_fill(~keep, -math.inf)
+    if "sinks" in options:
+        s = torch.cat([s, options["sinks"].view(-1, 1, 1).expand(*s.shape[:3], 1)], -1)
+    p = torch.where(s.isneginf().all(-1, keepdim=True), 0.0, torch.softmax(s, -1))
+    expected = p[..., :Sk] @ v.repeat_interleave(group, 1), s.logsumexp(-1)
+    return (out, lse), expected, [q, k, v, *trained]
+
+
+CALLS = range(max(40, int(os.environ.get("FA_OPS_PROGRAMS", "0"))))
+
+
+def test_random_calls(monkeypatch):
+    """With tiles of masks that are found in the first call, in a later one, or not at all."""
+    for seed in CALLS:
+        calls = (0.0, 1.0, math.inf)[seed % 3]
+        monkeypatch.setattr(MaskedCall, "seconds_of_analysis", lambda _, calls=calls: calls)
+        found, expected, leaves = random_call(seed)
+        grads = []
+        for results in (found, expected):
+            loss = (results[0] * torch.arange(5)).sum() + results[1].clamp(min=-99).sin().sum()
+            grads.append(torch.autograd.grad(loss, leaves, allow_unused=True))
+        named = zip((*found, *grads[0]), (*expected, *grads[1]), strict=True)
+        for n, (a, e) in enumerate(named):
+            a, e = (torch.zeros(()) if x is None else x.detach() for x in (a, e))
+            a, e = torch.broadcast_tensors(a, e.nan_to_num(0.0) if n > 1 else e)
+            scale = 1.0 + float(e.nan_to_num(0.0, 0.0, 0.0).abs().max())
+            message = lambda text, n=n: f"call {seed}, result {n}: {text}"  # noqa: B023, E731
+            torch.testing.assert_close(
+                a.double(), e.double(), atol=1e-5 * scale, rtol=0, msg=message
+            )
 
 
 def test_torch_gives_the_same():

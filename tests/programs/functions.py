@@ -146,14 +146,24 @@ def dense_mask(mask_mod: Callable) -> Tensor:
 # Random functions.
 
 
-def random_function(seed: int, score: bool) -> Callable:
-    """A random score_mod, or mask_mod, of operations that differentiate well."""
-    rng = random.Random(seed)
+def random_function(
+    seed: int, score: bool, sizes: tuple[int, int, int, int] = (B, H, S, S),
+    trained: list[Tensor] | None = None,
+) -> Callable:  # fmt: skip
+    """A random score_mod, or mask_mod, of operations that differentiate well.
+
+    `sizes` are (B, H, Sq, Sk); float tensors that it captures are added to `trained`.
+    """
+    rng, (batches, heads, queries, keys) = random.Random(seed), sizes
+    longest = max(queries, keys)
     tensors = {
-        "row": torch.randn(S), "rows": torch.randn(B, H, S), "heads": torch.randn(H),
-        "distances": torch.randn(2 * S - 1), "numbers": torch.randint(0, 6, (S,)),
-        "sorted": torch.randint(0, 9, (S,)).sort()[0],
+        "row": torch.randn(longest), "rows": torch.randn(batches, heads, longest),
+        "heads": torch.randn(heads), "distances": torch.randn(queries + keys - 1),
+        "numbers": torch.randint(0, 6, (longest,)),
+        "sorted": torch.randint(0, 9, (longest,)).sort()[0],
     }  # fmt: skip
+    if trained is not None:
+        trained += [t.requires_grad_() for t in tensors.values() if t.is_floating_point()]
 
     def integer(depth: int) -> Callable:
         kind = rng.choice("iijjdntmpc" if depth else "ij")
@@ -187,7 +197,7 @@ def random_function(seed: int, score: bool) -> Callable:
             "s": lambda s, b, h, i, j: s, "r": lambda s, b, h, i, j: tensors["rows"][b, h, i],
             "k": lambda s, b, h, i, j: tensors["row"][j],
             "h": lambda s, b, h, i, j: tensors["heads"][h],
-            "d": lambda s, b, h, i, j: tensors["distances"][i - j + S - 1],
+            "d": lambda s, b, h, i, j: tensors["distances"][i - j + keys - 1],
         }  # fmt: skip
         if kind in leaves:
             return leaves[kind]
