@@ -393,15 +393,25 @@ def install_latents(module: ModuleType, is_ours: Callable[[object], bool]) -> bo
         if hasattr(original, "_fa_ops_original"):
             found = True
         elif list(inspect.signature(original).parameters) == ["self", "kv_nope", "k_rot"]:
-            value.expand_kv = _deferred(original, is_ours)
+            value.expand_kv = _deferred(original, is_ours, _caches_expanded_keys(value))
             found = True
     return found
 
 
-def _deferred(original: Callable, is_ours: Callable[[object], bool]) -> Callable:
+def _caches_expanded_keys(layer: type) -> bool:
+    """Whether a class caches what `expand_kv` returns, as earlier releases of transformers do."""
+    try:
+        source = inspect.getsource(layer.forward)
+    except (OSError, TypeError):
+        return True
+    return source.find(".expand_kv(") < source.find(".update(")
+
+
+def _deferred(original: Callable, is_ours: Callable[[object], bool], is_cached: bool) -> Callable:
     @functools.wraps(original)
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        if is_ours(self.config):
+        # a cache of keys without features, those of no rotated ones, would count no tokens
+        if is_ours(self.config) and not (is_cached and k_rot.shape[-1] == 0):
             return k_rot, kv_nope
         return original(self, kv_nope, k_rot)
 

@@ -36,7 +36,6 @@ TOP = {
     "fa_ops.backends": (
         "fa_ops.call",
         "fa_ops.programs",
-        "fa_ops.backends.conversion",
         "fa_ops.backends.dropout",
         "fa_ops.backends.mask_blocks",
         "fa_ops.backends.quantization",

@@ -1,6 +1,6 @@
 """Implementations of attention. No backend imports another.
 
-All may import `conversion`, `dropout`, `mask_blocks`, `quantization`, `rotary` and `selected`.
+All may import `dropout`, `mask_blocks`, `quantization`, `rotary` and `selected`.
 
 A backend is a module or package with these functions; `Call` and `Plan` are in `fa_ops.call.call`.
 A call's facets (`is_packed`, `is_cached`, ...) say what kind it is:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa_ops.call.call import Call
+from fa_ops.call.call import Call, is_prefill
 from fa_ops.call.options import MEAN_KEYS, SCALE_BLOCK
 
 E4M3 = torch.float8_e4m3fn
@@ -145,3 +145,30 @@ def _of_tokens(scale: Tensor, S: int) -> Tensor:
 
 def _of_channels(scale: Tensor) -> Tensor:
     return scale.view(1, 1, 1, 1) if scale.dim() < 2 else scale.view(*scale.shape[:2], 1, -1)
+
+
+# Conversion of e4m3 caches, which backends do for long prompts.
+
+MAX_CONVERTED_BYTES = 1 << 32  # of the converted cache
+
+
+def conversion_error(call: Call) -> str | None:
+    """Why an e4m3 cache is not converted to the dtype of query before a prompt attends it, or None.
+
+    The products of a prompt take many times as long as the conversion of the keys of its rows.
+    """
+    (q, k, v), tensors = call[:3], call.operands
+    if not is_prefill(q):
+        return (
+            "converts e4m3 caches for 64 and more queries of a head that fill the device, got "
+            f"{q.shape[2]} of {q.shape[0]} x {q.shape[1]} heads"
+        )
+    if q.dtype == torch.float16 and (tensors.k_scale is not None or tensors.v_scale is not None):
+        return "converts no e4m3 caches with scales to float16, which may not hold their products"
+    heads, keys = k.shape[2 if call.is_paged else 1], call.num_keys
+    token = q.shape[0] * heads * (q.shape[3] + v.shape[3]) * q.element_size()
+    fitting = MAX_CONVERTED_BYTES // token
+    most = 1 << fitting.bit_length() - 1 if fitting else 0
+    if keys > most:  # a power of two, so that families of calls agree on it
+        return f"converts e4m3 caches of at most {most} keys of such shapes, got {keys}"
+    return None

@@ -344,8 +344,17 @@ for _name, _key in DispatchKey.__members__.items():
         _AUTOCAST = _AUTOCAST | DispatchKeySet(_key)
 
 
-def register(name: str, kernel, fake, autograd) -> None:
-    """Register an operator's kernels: for CPU and CUDA, for fake tensors, for autograd."""
+def register(name: str, kernel, fake, autograd=None) -> None:
+    """Register an operator's kernels: for CPU and CUDA, for fake tensors, for autograd.
+
+    An operator without one for autograd returns integers, which have no gradient.
+    """
+    if autograd is None:
+        operator = getattr(torch.ops.fa, name).default
+
+        def autograd(keyset, *args, **options):
+            return redispatch(operator, keyset, *args, **options)
+
     for key in ("CPU", "CUDA"):
         lib.impl(name, kernel, key)
     torch.library.register_fake(f"fa::{name}", fake, lib=lib)

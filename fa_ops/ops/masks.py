@@ -29,9 +29,4 @@ def _fake(attn_mask: Tensor) -> Tensor:
     return attn_mask.new_empty(mask_blocks_shape(attn_mask), dtype=torch.int32)
 
 
-def _autograd(keyset, attn_mask: Tensor) -> Tensor:
-    """The result is integers, which have no gradient."""
-    return library.redispatch(MASK_BLOCKS, keyset, attn_mask)
-
-
-library.register("mask_blocks", _mask_blocks, _fake, _autograd)
+library.register("mask_blocks", _mask_blocks, _fake)

@@ -31,11 +31,6 @@ def _fake(like: Tensor, count: int = 1) -> Tensor:
     return like.new_empty(count, dtype=torch.int64)
 
 
-def _autograd(keyset, like: Tensor, count: int = 1) -> Tensor:
-    """Integers have no gradient."""
-    return library.redispatch(DROPOUT_SEED, keyset, like, count)
-
-
 def _vmapped(like: Tensor, count: int = 1) -> Tensor:
     """One seed for all samples or one for each, as torch's own random operators have it."""
 
@@ -46,7 +41,7 @@ def _vmapped(like: Tensor, count: int = 1) -> Tensor:
     return library.run_vmap_randomly(draw)
 
 
-library.register("dropout_seed", _dropout_seed, _fake, _autograd)
+library.register("dropout_seed", _dropout_seed, _fake)
 library.lib.impl("dropout_seed", _vmapped, "FuncTorchVmapMode")
 after_import(library.PROXY_MODULE, lambda: library.never_redraw(DROPOUT_SEED))
 after_import("torch.utils.checkpoint", lambda: library.hide_from_policies(DROPOUT_SEED))

@@ -116,9 +116,4 @@ def _fake(q, k, weights, count, is_causal=True, *, scale=None, kv_lens=None, key
     return q.new_empty((q.shape[0], 1, q.shape[2], count), dtype=torch.int32)
 
 
-def _autograd(keyset, *args, **options) -> Tensor:
-    """The result is integers, which have no gradient."""
-    return library.redispatch(SELECT, keyset, *args, **options)
-
-
-library.register("select_tokens", _select, _fake, _autograd)
+library.register("select_tokens", _select, _fake)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import SymFloat, SymInt, Tensor, fx
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -109,6 +110,7 @@ class _Session(TorchFunctionMode):
         self.name, self.e, self.device, self.tensors = name, e, device, tensors
         self.made: dict[int, Tensor] = {}  # by identity, kept alive
         self.where = ""  # of the function, once it has returned
+        self.decomposed = ""  # the operation whose parts are computed
 
     def refuse(self, reason: str, error: type = NotImplementedError) -> NoReturn:
         """Raise with the function's name, file and line."""
@@ -235,10 +237,16 @@ class _Session(TorchFunctionMode):
             meta = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
         except Exception as error:  # whatever torch raises for such arguments
             self.refuse(f"calls {name.strip('_')} wrongly: {str(error).splitlines()[0]}", TypeError)
-        if not isinstance(meta, Tensor) or meta.dim():
+        first = meta[0] if isinstance(meta, tuple) else meta
+        if not isinstance(first, Tensor) or first.dim():
             self.refuse(f"calls {name.strip('_')}, whose result is no number")
         writes = name.endswith("_") and not name.endswith("__")
-        node = self._lowered(name[:-1] if writes else name, contents, meta.dtype, given)
+        base = name[:-1] if writes else name
+        if base not in _RULES and (decomposed := _decomposition_of(func)) is not None:
+            return self._decomposed(base, decomposed, args, kwargs)
+        if first is not meta:
+            self.refuse(f"calls {name.strip('_')}, whose result is no number")
+        node = self._lowered(base, contents, meta.dtype, given)
         if writes:
             target = args[0]
             if target.content.op in ("load", "argument") and id(target) not in self.made:
@@ -247,15 +255,26 @@ class _Session(TorchFunctionMode):
             return target
         return _StandIn(node, self, meta.dtype)
 
+    def _decomposed(self, name: str, decomposed: Callable, args: tuple, kwargs: dict) -> object:
+        """The result of an operation by others, which errors do not name."""
+        outer, self.decomposed = self.decomposed, self.decomposed or name
+        try:
+            return decomposed(*args, **kwargs)
+        except Exception as error:  # whatever torch's definition raises
+            if str(error).startswith(self.name):
+                raise
+            self.refuse(f"calls {self.decomposed.strip('_')}, which programs do not have: {error}")
+        finally:
+            self.decomposed = outer
+
     def _lowered(self, name: str, x: dict[str, Any], dtype: torch.dtype, given: dict) -> Node:
-        type = TYPES.get(dtype)
-        rule = _RULES.get(name)
+        type, rule = TYPES.get(dtype), _RULES.get(name)
+        call, name = _AtenCall(self.e, name, x, type, given), self.decomposed or name
         if type is None or rule is None:
             self.refuse(
                 f"calls {name.strip('_')}, which programs do not have; they have arithmetic, "
                 "comparisons, logic, where, and elementary functions"
             )
-        call = _AtenCall(self.e, name, x, type, given)
         try:
             return rule(call)
         except ValueError as error:
@@ -271,6 +290,13 @@ def _dtype_of(x: SymInt | SymFloat) -> torch.dtype:
 def _is_same_number(a: object, b: SymInt | SymFloat) -> bool:
     """Whether two sizes are the same expression, without a guard."""
     return type(a) is type(b) and a.node.expr == b.node.expr
+
+
+def _decomposition_of(func: OpOverload) -> Callable | None:
+    """Torch's own definition of an operation by others, such as that of gelu."""
+    from torch._decomp import decomposition_table  # what imports this package does not pay for it
+
+    return decomposition_table.get(func)
 
 
 def _bound(func, args: tuple, kwargs: dict) -> dict[str, object]:
@@ -472,8 +498,6 @@ def _composed(c: _AtenCall) -> Node:
             return e.make("where", e.make("lt", zero, x), one, negative)
         case "silu":
             return e.make("mul", x, e.make("sigmoid", x))
-        case "log_sigmoid_forward":
-            return e.make("log", e.make("sigmoid", x))
         case "softplus":
             slope, limit = c.node("beta"), c.node("threshold")
             scaled = e.make("mul", x, slope)
@@ -515,7 +539,7 @@ _RULES: dict[str, Callable[[_AtenCall], Node]] = (
     | dict.fromkeys("reciprocal square relu sign sgn silu softplus isnan tan".split(), _composed)
     | dict.fromkeys("zeros zeros_like new_zeros ones ones_like new_ones".split(), _constant)
     | dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _constant)
-    | dict.fromkeys(("_to_copy", "clone", "contiguous"), lambda c: c.node("self"))
+    | dict.fromkeys(("_to_copy", "to", "clone", "contiguous"), lambda c: c.node("self"))
     | dict.fromkeys(("neg", "abs"), lambda c: c.e.make(c.name, c.node("self")))
     | {"where": _where, "masked_fill": _masked_fill, "pow": _power}
 )

@@ -77,12 +77,20 @@ def test_forward_fits(name, arch, D, compiled, tmp_path):
     assert_fits(kernel, arch, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["distance", "row and column"])
+# Bytes that a thread spills: addresses of distances are one for each score.
+SPILLS = {"distance": 416, "row and column": 120}
+if launch.VERSION >= (3, 9):
+    SPILLS["row and column"] = 152
+elif launch.VERSION >= (3, 8):
+    SPILLS["distance"] = 448
+
+
+@pytest.mark.parametrize("name", SPILLS)
 def test_backward_fits(name, compiled, tmp_path):
     D = 64
     grad, lse = meta(B, H, S, D), meta(B, H, S, dtype=torch.float32)
     saved = Saved(grad, None, grad, lse)
     kernels = compiled(90, lambda: backward.backward(call_of(name, D, saved)))
     assert len(kernels) == 2 + sum(term.grad for term in parse(PROGRAMS[name]).terms)
-    for kernel in kernels:  # addresses of distances are one for each score
-        assert_fits(kernel, 90, tmp_path, {"distance": 416, "row and column": 120}[name])
+    for kernel in kernels:
+        assert_fits(kernel, 90, tmp_path, SPILLS[name])

@@ -48,6 +48,12 @@ SPILLS = {
     (120, 128): 24,
 }  # fmt: skip
 SPILLS_SINGLE = {64: 696, 128: 336, 256: 656}
+if launch.VERSION >= (3, 8):
+    SPILLS_SINGLE |= {64: 704, 128: 368}
+    if launch.VERSION >= (3, 9):
+        SPILLS[89, 128] = 48
+    else:
+        SPILLS |= {(80, 64): 104, (80, 256): 24, (90, 128): 576, (100, 256): 24}
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

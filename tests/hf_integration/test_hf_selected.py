@@ -44,8 +44,10 @@ def dots3_note_text():
 
 def glm5_next_text():
     """Lists of pools of two keys, which the second layer shares; the model makes masks of them."""
-    return CONFIG_MAPPING["glm5_next_text"](
-        **LATENT | HEADS, num_hidden_layers=2, layer_types=["indexed_attention"] * 2,
+    made = CONFIG_MAPPING["glm5_next_text"]
+    (kind,) = set(made().layer_types) - {"linear_attention"}  # releases name it differently
+    return made(
+        **LATENT | HEADS, num_hidden_layers=2, layer_types=[kind] * 2,
         indexer_types=["full", "shared"], mlp_layer_types=["dense"] * 2, index_kpool=2,
         linear_head_dim=16, linear_num_heads=4,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from fa_ops.backends import conversion, cpu, reference, triton
+from fa_ops.backends import cpu, quantization, reference, triton
 from fa_ops.backends.triton import launch
 from fa_ops.call.call import attention_call
 from fa_ops.plans import dispatch
@@ -84,7 +84,7 @@ def test_large_e4m3_caches_are_not_converted(monkeypatch):
     call = attention_call(*CacheCase(**MANY, fp8=True).fresh()[:3], over_cache=True)
     assert cached.attends_whole_rows(call)
     # 90 keys of 2 rows with 2 heads of 32 numbers; the limit is 64 keys, a power of two
-    monkeypatch.setattr(conversion, "MAX_BYTES", 2 * 2 * 90 * 32 * 4)
+    monkeypatch.setattr(quantization, "MAX_CONVERTED_BYTES", 2 * 2 * 90 * 32 * 4)
     assert not cached.attends_whole_rows(call)
 
 

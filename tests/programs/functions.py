@@ -109,6 +109,10 @@ SCORES: dict[str, Callable] = {
     "causal": lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf")),
     "alibi": lambda s, b, h, i, j: s - SLOPES[h] * (i - j).abs(),
     "alibi of one side": lambda s, b, h, i, j: s + SLOPES[h] * (j - i),
+    "activations": lambda s, b, h, i, j: (
+        torch.nn.functional.gelu(s)
+        + torch.nn.functional.leaky_relu(s) * torch.nn.functional.logsigmoid(4 * GATE[b, h, j])
+    ),
     "softcap": lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0),
     "softcap and alibi": lambda s, b, h, i, j: torch.tanh(s / 2) * 2 - SLOPES[h] * (i - j).abs(),
     "relative": lambda s, b, h, i, j: s + RELATIVE[h, i - j + S - 1],

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.backends import conversion
+from fa_ops.backends import quantization
 from fa_ops.backends.hopper import decode
 from fa_ops.backends.hopper.configs import (
     Config,
@@ -497,7 +497,7 @@ def cache_error(call: Call) -> str | None:
         return reason
     is_e4m3 = call.key.dtype == E4M3
     reason = decode.memory_error(call, (E4M3,) if is_e4m3 else ())
-    return conversion.error(call) if is_e4m3 and reason is None else reason
+    return quantization.conversion_error(call) if is_e4m3 and reason is None else reason
 
 
 def cached_forward(call: Call) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_ops.backends import conversion
+from fa_ops.backends import quantization
 from fa_ops.backends.triton import decode
 from fa_ops.backends.triton.append import bind_cache, prepare_cache
 from fa_ops.backends.triton.arguments import Layout, padded
@@ -40,7 +40,7 @@ def attends_whole_rows(call: Call) -> bool:
     if tensors.key_ranges is not None or not is_prefill(q) or max(D, Dv) > MAX_HEAD_DIM:
         return False
     is_converted = k.dtype != q.dtype
-    if is_converted and conversion.error(call) is not None:
+    if is_converted and quantization.conversion_error(call) is not None:
         return False
     if not call.is_paged:
         return True

@@ -54,7 +54,7 @@ SIZES = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "index_topk": 6,
-    "index_n_heads": 4,
+    "index_n_heads": 16,  # with few, scores are often 0, and equal ones in any order
     "index_head_dim": 16,
     "image_size": 32,
     "patch_size": 8,
