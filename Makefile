@@ -23,7 +23,7 @@ DIFFUSERS := $(VENV)/.installed-diffusers
 
 # Models come from packages, never from a hub. Each pytest worker uses one OpenMP thread.
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
-PYTEST   := $(TEST_ENV) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+PYTEST   := $(TEST_ENV) $(PY) -m pytest -q --durations=15 -n $(WORKERS) --dist worksteal
 
 # For each stage, the file that compares most calls with the oracle, eager code or the corpus in at
 # most 15 CPU seconds (the corpus in 40); of slower ones the named part. tests/README.md has the rule.

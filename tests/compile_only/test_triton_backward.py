@@ -14,7 +14,7 @@ from fa_ops.backends.triton.configs import backward_tiles  # noqa: E402
 from fa_ops.call.call import Saved, attention_call  # noqa: E402
 from fa_ops.testing import random_case  # noqa: E402
 from fa_ops.testing.inputs import with_each  # noqa: E402
-from tests.compile_only.sass import SHARED, assert_fits, disassembled, innermost_loop  # noqa: E402
+from tests.compile_only.sass import SHARED, assert_fits, disassembled, main_loop  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.backward")
 
@@ -86,7 +86,7 @@ def test_products_on_hopper_are_asynchronous(D, causal, compiled, tmp_path):
     kernels = compiled(90, dense(D, {"is_causal": causal}))
     for name, products in (("query_grad_kernel", 3), ("key_value_grad_kernel", 4)):
         assert_fits(kernels[name], 90, tmp_path, HOPPER_SPILLS[D])
-        loop = innermost_loop(disassembled(kernels[name].asm["cubin"], tmp_path))
+        loop = main_loop(disassembled(kernels[name].asm["cubin"], tmp_path))
         waits = sum("WARPGROUP.DEPBAR" in one for one in loop)
         # ptxas puts a wait after every instruction of a product that it serialises
         assert waits <= products < sum("HGMMA" in one for one in loop)
@@ -94,12 +94,15 @@ def test_products_on_hopper_are_asynchronous(D, causal, compiled, tmp_path):
             assert not any(one.startswith(("LDL", "STL")) for one in loop), name
 
 
+# of float32; the loop of sm_120 has 3 loads of spilled values among 3756 instructions
+SINGLE_SPILLS = {(90, 128): 24, (120, 128): 48} if launch.VERSION == (3, 8) else {(120, 128): 40}
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("arch", [90, 120])
 def test_fp32_fits(arch, D, compiled, tmp_path):
     for kernel in compiled(arch, dense(D, {"is_causal": True}, dtype=torch.float32)).values():
-        # the loop of 128 wide heads has 3 loads of spilled values among 3756 instructions on sm_120
-        assert_fits(kernel, arch, tmp_path, 40 if (arch, D) == (120, 128) else 16)
+        assert_fits(kernel, arch, tmp_path, SINGLE_SPILLS.get((arch, D), 16))
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -121,8 +121,9 @@ def test_two_loops_fit(D, tmp_path):
 
 
 def test_fp32_fits(tmp_path):
+    spills = 48 if launch.VERSION == (3, 8) else 32
     for arch in (80, 90):
-        sass.assert_fits(compiled(arch, 128, dtype=torch.float32), arch, tmp_path, 32)
+        sass.assert_fits(compiled(arch, 128, dtype=torch.float32), arch, tmp_path, spills)
 
 
 @pytest.mark.parametrize("arch", SHARED)
