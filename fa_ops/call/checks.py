@@ -424,7 +424,10 @@ def options(call: Call, B, rows: int | None = None) -> None:
     """
     q, tensors, o, Hq = call.query, call.operands, call.options, call.query.shape[1]
     p, seed, softcap = o.dropout_p, tensors.dropout_seed, o.softcap
-    need(0.0 <= p < 1.0, "dropout_p must be in [0, 1), got {}", p)
+    need(
+        0.0 <= p < 1.0,
+        "dropout_p must be in [0, 1), got {}: pass the share of weights to drop, 0 for none", p,
+    )  # fmt: skip
     need(
         p == 0 or seed is not None,
         "dropout_p > 0 needs dropout_seed, an int64 tensor of one element, got None: pass "

@@ -57,6 +57,7 @@ FP8 = {n: t.to(torch.float8_e4m3fn) for n, t in valid().items()}
 DOUBLE_META = {n: t.double().to("meta") for n, t in valid().items()}
 KNOWN = f"backend must be 'auto' or one of {', '.join(map(repr, backend_option.BACKENDS))}, got "
 V = ValueError
+DROPPED = "dropout_p must be in [0, 1), got {}: pass the share of weights to drop, 0 for none"
 T = TypeError
 
 LENS = "kv_lens must have shape (2,), got (3,): pass a number of keys for each row or sequence"
@@ -312,8 +313,8 @@ DENSE = {
     "NaN scale": Bad(
         {"scale": float("nan")}, V, "scale must be finite, got nan: None is 1 / sqrt(D)"
     ),
-    "negative dropout": Bad({"dropout_p": -0.1}, V, "dropout_p must be in [0, 1), got -0.1"),
-    "full dropout": Bad({"dropout_p": 1.0}, V, "dropout_p must be in [0, 1), got 1.0"),
+    "negative dropout": Bad({"dropout_p": -0.1}, V, DROPPED.format(-0.1)),
+    "full dropout": Bad({"dropout_p": 1.0}, V, DROPPED.format(1.0)),
     "unknown backend": Bad(
         {"backend": "gpu"},
         V,
