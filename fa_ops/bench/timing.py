@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import fa_ops
+from fa_ops import tracing
 from fa_ops.ops.inductor import CallSite
 from fa_ops.plans import planning
 
@@ -202,7 +203,7 @@ def attention_calls(step: Callable[[], object]) -> int:
     def counted(function):
         def outer(*args, **options):
             nonlocal calls, within
-            if within:
+            if within or tracing.is_compiling():  # a call that is traced runs later
                 return function(*args, **options)
             calls, within = calls + 1, True
             try:
