@@ -140,15 +140,17 @@ def attend(given: flex.Arguments, with_lse: bool, factor: float) -> Tensor | tup
             block_mask.full_kv_indices, *block_mask.seq_lengths, *block_mask.BLOCK_SIZE,
         )  # fmt: skip
         if mask is not None:  # the lists are not of this one
-            score = _masked(score or _identity, mask)
+            score = _masked(_identity if score is None else score, mask)
         mask = block_mask.mask_mod
     settings = Settings(
         score is not None, mask is not None, given.enable_gqa, given.is_causal, given.window,
         given.deterministic, given.backend, with_lse, factor,
     )  # fmt: skip
-    others = (*lists, runs, given.key_ranges, given.kv_lens, given.sinks, mask or _everything)
+    # TorchDynamo of torch 2.11 finds no truth in a function that it traces
+    score, mask = _identity if score is None else score, _everything if mask is None else mask
+    others = (*lists, runs, given.key_ranges, given.kv_lens, given.sinks, mask)
     results = flex_attention(
-        given.query, given.key, given.value, score or _identity, others, given.scale,
+        given.query, given.key, given.value, score, others, given.scale,
         settings._asdict(),
     )  # fmt: skip
     return (results[0], results[1]) if with_lse else results[0]
