@@ -60,8 +60,8 @@ def literal(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def order(*roots: Node) -> list[Node]:
-    """The nodes of expressions, each after its arguments."""
+def order(*roots: Node, is_leaf: Callable[[Node], bool] = lambda node: False) -> list[Node]:
+    """The nodes of expressions, each after its arguments; those of leaves are left out."""
     seen: set[Node] = set()
     ordered = []
     stack = [(root, False) for root in reversed(roots)]
@@ -72,7 +72,8 @@ def order(*roots: Node) -> list[Node]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [(a, False) for a in reversed(node.args)]
+            if not is_leaf(node):
+                stack += [(a, False) for a in reversed(node.args)]
     return ordered
 
 
@@ -253,6 +254,16 @@ def dependencies(
         else:
             found[node] = frozenset().union(*(found[a] for a in node.args))
     return found
+
+
+def is_natural(node: Node) -> bool:
+    """Whether an integer is never negative."""
+    if node.op == "argument":
+        return node.value in INDICES
+    if node.op == "const":
+        return node.type != BOOL and node.value >= 0
+    grows = node.op in ("add", "mul", "floordiv", "mod", "min", "max")
+    return grows and all(is_natural(a) for a in node.args)
 
 
 class Linear(NamedTuple):

@@ -12,7 +12,8 @@
 
 A term has an element for each query (`row`), each key (`column`), each distance q - k (`distance`),
 each block of queries and keys (`blocks:128x128`), or for all (`tile`). The elements of all float
-terms are in one tensor, those of all int terms in another one, as `ScoreProgram.places` says.
+terms are in one tensor, those of all int terms in another one, as `ScoreProgram.places` says. Both
+begin and end with elements of no term, which kernels may read in tiles that end outside.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from fa_ops.programs.expressions import (
     TILE,
     Expressions,
     Node,
+    derivatives,
     literal,
     order,
 )
@@ -45,6 +47,7 @@ VERSION = "fa1"
 BLOCKS = "blocks"
 PAD = 256  # elements: the lengths of rows and columns are multiples, so that no tile ends outside
 ALIGNED = 64  # elements: every term starts at a multiple
+MARGIN = 256  # elements of no term before the first and behind the last
 MAX_TEXT = 2**18  # characters
 MAX_TERMS = 64
 TILE_SIZE = 128  # queries, and keys, of a tile of runs
@@ -111,9 +114,17 @@ class ScoreProgram(NamedTuple):
         """Whether the gradient of a term is wanted."""
         return any(term.grad for term in self.terms)
 
+    def gradients(self) -> tuple[Node, dict[int, Node]]:
+        """The derivative by the score, and by each term whose gradient is wanted, by its number."""
+        e, score = self.expressions, self.expressions.argument("score")
+        graded = [i for i, term in enumerate(self.terms) if term.grad]
+        leaves = [score, *(e.term(i, FLOAT) for i in graded)]
+        slope, *factors = derivatives(e, score if self.score is None else self.score, leaves)
+        return slope, dict(zip(graded, factors, strict=True))
+
     def places(self, type: str, B: int, H: int, Sq: int, Sk: int) -> tuple[list[Place | None], int]:
         """Where each term of a type is in its tensor, and how many elements that has."""
-        found, total = [], 0
+        found, total = [], MARGIN
         for term in self.terms:
             if term.type != type:
                 found.append(None)
@@ -121,7 +132,7 @@ class ScoreProgram(NamedTuple):
             shape = term.shape(B, H, Sq, Sk)
             found.append(Place(total, shape))
             total += -(-(shape[0] * shape[1] * shape[2]) // ALIGNED) * ALIGNED
-        return found, total
+        return found, total + MARGIN
 
     def views(
         self, values: Tensor | None, indices: Tensor | None, B: int, H: int, Sq: int, Sk: int
@@ -168,6 +179,16 @@ class ScoreProgram(NamedTuple):
         lines += [f"mask {names[self.mask]}"] if self.mask is not None else []
         lines += [f"score {names[self.score]}"] if self.score is not None else []
         return "\n".join(lines) + "\n"
+
+
+def program_error(text: str) -> str | None:
+    """Why kernels, which compute with 32 bits, cannot have a program, or None."""
+    for node in order(*parse(text).roots):
+        if node.op == "pow":
+            return "has no powers but those by small integers and by 0.5"
+        if node.op == "const" and node.type == INT and not -(2**31) <= node.value < 2**31:
+            return f"has integers of 32 bits, and the program has {node.value}"
+    return None
 
 
 _CONSTANT = re.compile(r"(?<=[( ])-?(?:\d[\w.+-]*|nan)(?=[,)])")

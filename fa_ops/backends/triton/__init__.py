@@ -21,7 +21,6 @@ from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture, interpreter_error
 from fa_ops.backends.triton.masks import mask_blocks  # noqa: F401 - for fa::mask_blocks
 from fa_ops.backends.triton.merge import merge_into, merge_states  # noqa: F401 - for fa::merge_states
-from fa_ops.backends.triton.programs import program_error
 from fa_ops.backends.triton.tangents import MAX_TANGENT_DIM, backward_jvp, jvp
 from fa_ops.call.call import (
     Call,
@@ -40,6 +39,7 @@ from fa_ops.call.options import (
     MAX_QUANTIZED_HEAD_DIM,
     dtype_name,
 )
+from fa_ops.programs.program import program_error
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_SINGLE_GRADIENT_DIM = 256  # of float32 in 99 KB of shared memory

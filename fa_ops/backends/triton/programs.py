@@ -17,19 +17,17 @@ import triton.language as tl
 
 from fa_ops.backends.triton.primitives import tanh
 from fa_ops.programs.expressions import (
-    BOOL,
     COLUMN,
     DISTANCE,
     FLOAT,
-    INDICES,
     INT,
     ROW,
     TILE,
     Node,
-    derivatives,
+    is_natural,
     order,
 )
-from fa_ops.programs.program import ALIGNED, PAD, ScoreProgram, parse
+from fa_ops.programs.program import ALIGNED, MARGIN, PAD, ScoreProgram, parse
 
 # What Triton's language lacks, or defines otherwise.
 
@@ -78,7 +76,6 @@ _CALLS = {
     "floor": "tl.floor", "ceil": "tl.ceil", "where": "tl.where",
 }  # fmt: skip
 _INDEX = {"b": "b", "h": "h", "q": "i", "k": "j", "score": "s"}
-_LIMIT = 2**31
 
 
 class ProgramFunctions(NamedTuple):
@@ -89,31 +86,16 @@ class ProgramFunctions(NamedTuple):
     factors: dict[int, Any]  # by the number of a term: the derivative by it, where it has one
 
 
-def program_error(text: str) -> str | None:
-    """Why Triton cannot compile a program, or None."""
-    for node in order(*parse(text).roots):
-        if node.op == "pow":
-            return "has no powers but those by small integers and by 0.5"
-        if node.op == "const" and node.type == INT and not -_LIMIT <= node.value < _LIMIT:
-            return f"has integers of 32 bits, and the program has {node.value}"
-    return None
-
-
 @functools.lru_cache(1024)
 def program_functions(text: str) -> ProgramFunctions:
     """The functions of a program."""
     program = parse(text)
-    e = program.expressions
-    roots: dict[str, tuple[Node, ...]] = {"apply": program.roots}
-    score = e.argument("score") if program.score is None else program.score
-    graded = [i for i, term in enumerate(program.terms) if term.grad]
-    leaves = [e.argument("score"), *(e.term(i, FLOAT) for i in graded)]
-    of_score, *of_terms = derivatives(e, score, leaves)
-    roots["slope"] = (of_score,)
-    roots |= {f"factor{i}": (node,) for i, node in zip(graded, of_terms)}
+    slope, by_term = program.gradients()
+    roots: dict[str, tuple[Node, ...]] = {"apply": program.roots, "slope": (slope,)}
+    roots |= {f"factor{i}": (node,) for i, node in by_term.items()}
     source = "\n\n".join(_function(program, name, nodes) for name, nodes in roots.items())
     made = _compiled(source)
-    factors = {i: made[f"factor{i}"] for i in graded}
+    factors = {i: made[f"factor{i}"] for i in by_term}
     return ProgramFunctions(made["apply"], made["slope"], factors)
 
 
@@ -155,7 +137,7 @@ def _places(program: ScoreProgram, used: set[int]) -> list[str]:
     """Where each term that is used has the elements of this batch and head."""
     lines = [f"padded_q = (Sq + {PAD - 1}) // {PAD} * {PAD}",
              f"padded_k = (Sk + {PAD - 1}) // {PAD} * {PAD}"]  # fmt: skip
-    at = {FLOAT: "0", INT: "0"}
+    at = {FLOAT: f"{MARGIN}", INT: f"{MARGIN}"}
     for i, term in enumerate(program.terms):
         length = {
             TILE: "1", ROW: "padded_q", COLUMN: "padded_k", DISTANCE: "(padded_q + padded_k)",
@@ -221,19 +203,9 @@ def _floored(node: Node, args: list[str]) -> str:
             if node.op == "floordiv"
             else f"{a} & {divisor - 1}"
         )
-    if divisor > 0 and _is_natural(node.args[0]):
+    if divisor > 0 and is_natural(node.args[0]):
         return f"{a} {'//' if node.op == 'floordiv' else '%'} {b}"
     return f"floor_{'quotient' if node.op == 'floordiv' else 'remainder'}({a}, {b})"
-
-
-def _is_natural(node: Node) -> bool:
-    """Whether an integer is never negative."""
-    if node.op == "argument":
-        return node.value in INDICES
-    if node.op == "const":
-        return node.type != BOOL and node.value >= 0
-    grows = node.op in ("add", "mul", "floordiv", "mod", "min", "max")
-    return grows and all(_is_natural(a) for a in node.args)
 
 
 def _load(program: ScoreProgram, number: int) -> str:

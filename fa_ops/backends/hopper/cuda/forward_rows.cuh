@@ -7,6 +7,10 @@
 #include "masks.cuh"
 #include "softmax.cuh"
 #include "tiles.cuh"
+#if HAS_PROGRAM
+#include "programs.cuh"
+#include "score_program.cuh"
+#endif
 
 // fa_ops/backends/hopper/runtime/structs.py reads this declaration.
 struct ForwardParams {
@@ -36,6 +40,9 @@ struct ForwardParams {
   const int2* positions;  // of the queries of packed sequences with ALiBi, from packed_ranges.cu
 #if BIAS_BITS
   Bias bias;
+#endif
+#if HAS_PROGRAM
+  ProgramInputs program;
 #endif
 };
 

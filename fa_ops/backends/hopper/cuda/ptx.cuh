@@ -319,6 +319,28 @@ DEVICE float reciprocal_fast(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Of an angle between -pi and pi, with an absolute error of 1e-6.
+DEVICE float sin_fast(float x) {
+  float y;
+  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float cos_fast(float x) {
+  float y;
+  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// NaN where either number is.
+DEVICE float nan_min(float a, float b) {
+  float x;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+}
+DEVICE float nan_max(float a, float b) {
+  float x;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+}
 // With an absolute error of 1e-7. That of tanh.approx is 5e-4, which a softcap of 50 amplifies to 0.02 of a
 // score.
 DEVICE float tanh_fast(float x) { return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.f * LOG2E * x)); }

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+from fa_ops.backends.hopper import programs
 from fa_ops.backends.hopper.runtime import cubin_cache, structs, wgmma
 
 ARCH = "sm_90a"
@@ -34,6 +35,7 @@ _log = logging.getLogger("fa_ops.hopper")
 FLAGS = (f"--gpu-architecture={ARCH}", "-std=c++17", "--use_fast_math", "-default-device")
 _MIN_VERSION = (12, 1)  # 12.0 refuses kernels of the backward pass
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.M)
+_GENERATED = "wgmma.cuh", "score_program.cuh"
 _PARAMS = re.compile(r"^struct (\w+Params) \{", re.M)
 
 
@@ -63,22 +65,27 @@ _ENTRY_FILES = {
 }
 
 
-def program(kind: str, entry: str, defines: dict[str, int]) -> Program:
+def program(kind: str, entry: str, defines: dict[str, int | str]) -> Program:
     """The translation unit of one entry point of a kind of kernel.
 
     Its source defines the configuration's macros and `ENTRY_<entry>`, includes one file, and
-    asserts the layouts that calls pack.
+    asserts the layouts that calls pack. HAS_PROGRAM is the text of a program of scores and masks.
     """
+    text, has_program = defines.get("HAS_PROGRAM"), {}
+    if text:
+        has_program = {"HAS_PROGRAM": 1}
     name = _ENTRY_FILES.get((kind, entry), f"{kind}.cu")
     if (kind, entry) == ("backward", "backward") and defines["IS_WIDE"]:
         name = "backward_keys.cu"
     if (kind, entry) == ("backward", "backward") and defines["IS_PAIRED"]:
         name = "backward_pair.cu"
-    macros = sorted({**defines, f"ENTRY_{entry}": 1}.items())
+    macros = sorted({**defines, **has_program, f"ENTRY_{entry}": 1}.items())
     source = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     headers = {header: _read_source(header) for header in _included(name)}
     if "wgmma.cuh" in headers:
         headers["wgmma.cuh"] = wgmma.header(name, defines)
+    if text:
+        headers["score_program.cuh"] = programs.header(text)
     layouts = "".join(_layout_assertions(header) for header in headers)
     return Program(f'{source}#include "{name}"\n{layouts}', tuple(headers.items()))
 
@@ -100,7 +107,7 @@ def _included(name: str) -> tuple[str, ...]:
 
 @functools.cache
 def _read_source(name: str) -> str:
-    return "" if name == "wgmma.cuh" else (structs.SOURCES / name).read_text()
+    return "" if name in _GENERATED else (structs.SOURCES / name).read_text()
 
 
 def _chosen_library() -> str | None:

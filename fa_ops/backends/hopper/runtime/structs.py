@@ -27,7 +27,7 @@ class Field(NamedTuple):
     offset: int
     size: int
     format: str  # as in `struct`, of all its numbers, padding within included
-    is_optional: bool = False  # declared under an #if
+    is_optional: bool = False  # declared under an #if; then the last one that a kernel has
 
 
 class ParamsLayout:
@@ -35,17 +35,18 @@ class ParamsLayout:
 
     def __init__(self, text: str) -> None:
         self.fields: dict[str, Field] = {}
-        self.alignment, offset, is_optional = 1, 0, False
+        self.alignment, offset, end, is_optional = 1, 0, 0, False
         text = re.sub(r"//.*", "", text)
         for declaration in re.findall(r"^#.*|[^;#]+(?=;|\Z)", text, re.M):
             if declaration.startswith("#"):
                 is_optional = declaration.startswith("#if")
             elif declaration.strip():
                 for name, (format, size, alignment) in _declared(" ".join(declaration.split())):
-                    offset += -offset % alignment
-                    self.fields[name] = Field(name, offset, size, format, is_optional)
-                    self.alignment, offset = max(self.alignment, alignment), offset + size
-        self.size = offset + -offset % self.alignment
+                    at = offset + -offset % alignment
+                    self.fields[name] = Field(name, at, size, format, is_optional)
+                    self.alignment, end = max(self.alignment, alignment), max(end, at + size)
+                    offset = offset if is_optional else end
+        self.size = end + -end % self.alignment
 
     @property
     def format(self) -> str:
@@ -69,6 +70,9 @@ class ParamsLayout:
         text, i, offset = "<", begin, self.fields[names[begin]].offset
         while i < end:
             field, last_index = self.fields[names[i]], starts.get(i, i)
+            if field.offset < offset:  # in place of the one before
+                i += 1
+                continue
             text += f"{field.offset - offset}x" if field.offset > offset else ""
             offset = self.fields[names[last_index]].offset + self.fields[names[last_index]].size
             text += f"{offset - field.offset}s" if i in starts else field.format
