@@ -17,7 +17,7 @@ from torch import Tensor
 from fa_ops.call import backend_option
 from fa_ops.call.call import Call, Saved, Tangents
 from fa_ops.call.options import MASK_BLOCK, NO_OPERANDS, Operands, dtype_name, mask_blocks_shape
-from fa_ops.programs.program import MAX_RUNS, parse
+from fa_ops.programs.program import MAX_RUNS, ScoreProgram, parse
 
 LAYOUT = "(B, H, S, D)"
 PACKED_LAYOUT = "(T, H, D)"
@@ -111,22 +111,43 @@ def programmed(call: Call, real: bool = False) -> None:
          "fa_ops.programs.program", call.options.program, error=TypeError)  # fmt: skip
     program = parse(call.options.program)
     sizes = (*q.shape[:3], k.shape[2])
-    for name, type, dtype in (
-        ("term_values", "float", lse_dtype(q.dtype)), ("term_indices", "int", torch.int32)
+    terms(program, sizes, q, tensors.term_values, tensors.term_indices, lse_dtype(q.dtype))
+    if tensors.tile_runs is not None:
+        need(program.mask is not None, "tile_runs are of a program's mask, and this one has none")
+        integers(q, "tile_runs", tensors.tile_runs)
+        _tile_runs(tensors.tile_runs, sizes)
+
+
+def terms(
+    program: ScoreProgram, sizes: tuple, q: Tensor, values: Tensor | None, indices: Tensor | None,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Raise unless the terms are those of the program for (B, Hq, Sq, Sk), on q's device."""
+    for name, type, t, kind in (
+        ("term_values", "float", values, dtype), ("term_indices", "int", indices, torch.int32)
     ):  # fmt: skip
-        t = getattr(tensors, name)
         _, total = program.places(type, *sizes)
         is_read = any(term.type == type for term in program.terms)
         need(is_read == (t is not None), "{} must be given where the program has terms of {}, and "
              "not otherwise: fa_ops.flex_attention makes it", name, type)  # fmt: skip
         if t is not None:
             same_device(q, name, t)
-            has_dtype(name, t, dtype)
+            has_dtype(name, t, kind)
             has_shape(name, t, (total,), "fa_ops.flex_attention makes it for these lengths")
-    if tensors.tile_runs is not None:
-        need(program.mask is not None, "tile_runs are of a program's mask, and this one has none")
-        integers(q, "tile_runs", tensors.tile_runs)
-        _tile_runs(tensors.tile_runs, sizes)
+
+
+def tiles_of_program(
+    like: Tensor, text: str, sizes: tuple, values: Tensor | None, indices: Tensor | None
+) -> ScoreProgram:
+    """The program of an operator that lists the tiles of a mask, once its arguments are checked."""
+    given(like=like)
+    program = parse(text)
+    need(program.mask is not None, "program must have a mask, whose tiles are listed")
+    for name, size in zip(("B", "Hq", "Sq", "Sk"), sizes, strict=True):
+        need(size >= 1, "{} must be at least 1, got {}: it is a number of elements", name, size)
+    dtype = torch.float32 if values is None or values.dtype != torch.float64 else values.dtype
+    terms(program, sizes, like, values, indices, dtype)
+    return program
 
 
 def _tile_runs(runs: Tensor, sizes: tuple) -> None:

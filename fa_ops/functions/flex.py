@@ -269,10 +269,11 @@ class FlexCall(NamedTuple):
 
     def masked(self, given: Arguments) -> MaskedCall | None:
         """The call as its tiles depend on it; None if it has no mask that leaves tiles empty."""
-        t, Sk = self.operands, given.sizes[3]
+        t, Sk = self.operands, tile_cache.hint(given.sizes[3])
         if self.function is not PROGRAMMED_FUNCTION or self.split.program.mask is None:
             return None
-        left, right = self.scalars[3], 0 if self.scalars[0] else self.scalars[4]
+        left, right = map(tile_cache.hint, self.scalars[3:5])
+        right = 0 if self.scalars[0] else right
         keys = Sk if left < 0 and right < 0 else Sk // 2 if left < 0 or right < 0 else left + right
         has_backward = any(map(tracing.is_differentiated, given[:3]))
         return MaskedCall(
@@ -284,9 +285,11 @@ class FlexCall(NamedTuple):
 
 def _with_tiles(given: Arguments, call: FlexCall) -> FlexCall:
     """The call with runs of tiles, where it has none and they pay."""
-    has_runs = call.operands.tile_runs is not None
-    masked = None if has_runs or tracing.is_compiling() else call.masked(given)
-    runs = None if masked is None else tile_cache.runs_of(masked)
+    masked = call.masked(given) if call.operands.tile_runs is None else None
+    if masked is None:
+        return call
+    find = tile_cache.traced_runs_of if tracing.is_compiling() else tile_cache.runs_of
+    runs = find(masked)
     if runs is None:
         return call
     return call._replace(operands=call.operands._replace(tile_runs=runs))

@@ -9,6 +9,10 @@ Runs are kept by the mask's expressions, the sizes and the captured tensors: the
 and their version counters and addresses are compared. What no counter tells of, such as a write
 through NumPy, is found by comparing the terms that the mask reads: on the host before the call, on
 a GPU in it, where runs of other terms are replaced by one run of all tiles, without waiting.
+
+While a graph is traced, values are not known. A graph for a GPU holds an operator that makes the
+runs there, one for all layers of the same mask. The CPU backend finds the tiles of a call that
+comes without runs.
 """
 
 from __future__ import annotations
@@ -22,21 +26,20 @@ import torch
 from torch import Tensor
 
 from fa_ops import tracing
+from fa_ops.ops.programmed import PROGRAM_TILES
 from fa_ops.programs import tiles
-from fa_ops.programs.expressions import Node, order
-from fa_ops.programs.program import MAX_RUNS, TILE_SIZE
+from fa_ops.programs.expressions import FLOAT, INT, Node, order
+from fa_ops.programs.program import MAX_RUNS, TILE_SIZE, ScoreProgram
 from fa_ops.programs.splitting import Split
 
 _MOST_KEPT = 32  # masks
 _MOST_TILES = 2**20  # of all batches and heads: hosts of kernels look at each of them
 _MOST_LINES = 2**15  # rows and columns of tiles likewise, of 132 bytes
-# Seconds, of one core of a server; on GPUs of the H200 in bfloat16, and of the wait for its terms.
-_OF_ANALYSIS, _OF_HEAD, _OF_STRIP, _OF_NODE = 1e-3, 3e-4, 2e-4, 1.2e-8
-_OF_WAITING = 1e-4
-_RATES = {"cpu": 5e10}  # floating-point operations a second, of a thread
-_RATE = 5e14  # of other devices
-_SAVED = 0.5  # the share of a call that tiles are assumed to save
-_OF_BACKWARD = 2.5  # times the forward pass
+# Seconds, on a GPU of the H200 in bfloat16: of the wait for terms, and of the analysis there
+_OF_WAITING, _OF_DEVICE = 1e-4, 3e-4
+_RATE = 5e14  # floating-point operations a second
+FIND_TILES = ("cpu",)  # devices whose backend finds tiles where it is given none
+_UNKNOWN = 4096  # queries, or keys, where a graph is for any number
 
 
 class TensorStates:
@@ -69,7 +72,6 @@ class _Mask(NamedTuple):
     tensors: tuple[int, ...]  # by the numbers by which expressions read them
     by_batch: bool
     by_head: bool
-    nodes: int
 
 
 @functools.lru_cache(256)
@@ -80,7 +82,7 @@ def _mask_of(split: Split) -> _Mask:
     defined = [split.terms[i] for i in terms]
     tensors = tuple(sorted({n.value for n in order(*defined) if n.op == "load"}))
     structure = _structure(program.mask, *defined), tuple(program.terms[i] for i in terms), tensors
-    return _Mask(structure, terms, tensors, *tiles.differs(program), len(nodes))
+    return _Mask(structure, terms, tensors, *tiles.differs(program))
 
 
 def _structure(*roots: Node) -> tuple:
@@ -125,44 +127,85 @@ class MaskedCall(NamedTuple):
     @property
     def heads(self) -> int:
         """How many times the mask is analysed."""
-        mask, (B, H) = _mask_of(self.split), self.sizes[:2]
+        mask, (B, H) = _mask_of(self.split), map(hint, self.sizes[:2])
         return (B if mask.by_batch else 1) * (H if mask.by_head else 1)
 
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of tiles."""
-        return tuple(-(-size // TILE_SIZE) for size in self.sizes[2:])
+        return tuple(-(-hint(size) // TILE_SIZE) for size in self.sizes[2:])
 
     def seconds_of_analysis(self) -> float:
         """An estimate of the time in which the runs are made."""
-        (m, n), nodes = self.grid, _mask_of(self.split).nodes
-        strips = _OF_STRIP * -(-m // tiles.GROUP)
         waiting = 0.0 if self.device.type == "cpu" else _OF_WAITING
-        one = _OF_HEAD + strips + _OF_NODE * m * n * nodes
-        return _OF_ANALYSIS + waiting + self.heads * one
+        return waiting + tiles.seconds_of_analysis(self.split.program, self.sizes)
 
     def seconds_that_tiles_save(self) -> float:
         """An estimate of what the call, and its backward pass, may take less with runs."""
-        B, H, Sq, _ = self.sizes
-        rate = _RATES.get(self.device.type)
-        rate = _RATE if rate is None else rate * torch.get_num_threads()
-        forward = 2.0 * B * H * Sq * self.keys * self.features / rate
-        return _SAVED * forward * (1.0 + _OF_BACKWARD * self.has_backward)
+        B, H, Sq, _ = map(hint, self.sizes)
+        pairs = float(B * H * Sq * self.keys)
+        if self.device.type == "cpu":
+            forward = tiles.seconds_on_cpu(pairs, self.features)
+        else:
+            forward = 2.0 * pairs * self.features / _RATE
+        return tiles.SAVED * forward * (1.0 + tiles.OF_BACKWARD * self.has_backward)
 
     def refusal(self) -> str | None:
         """Why its tiles are not made, whatever they would save; or None."""
-        (m, n), packed = self.grid, (self.term_values, self.term_indices)
+        packed = self.term_values, self.term_indices
         given = *self.read, *(t for t in packed if t is not None)
         is_known = tracing.can_read(*given, waiting=True) and not (
             tracing.in_functorch() or tracing.is_capturing(self.device)
         )
         if not is_known or self.device.type == "meta":
             return "what the mask reads is not known while this is traced, mapped or captured"
+        return self.refusal_of_sizes()
+
+    def refusal_of_sizes(self) -> str | None:
+        """Why they are not made of such lengths, whether values are known or not."""
+        m, n = self.grid
         if m * n <= 1 or not self.features:
             return "there is nothing to skip"
         if self.heads * m * n > _MOST_TILES or self.heads * (m + n) > _MOST_LINES:
             return f"there are {self.heads * m * n}, too many for a call: pass fa_ops.mask_tiles"
         return None
+
+
+def hint(n: int | torch.SymInt) -> int:
+    """A size; of one that varies in a graph, that for which it was traced, without a guard."""
+    if type(n) is int:
+        return n
+    return n.node.hint if n.node.has_hint() else _UNKNOWN
+
+
+def traced_runs_of(call: MaskedCall) -> Tensor | None:
+    """The runs of a call's tiles by an operator in the graph, where that pays; or None."""
+    if call.device.type in FIND_TILES or tracing.in_functorch() or call.refusal_of_sizes():
+        return None
+    if call.seconds_that_tiles_save() < _OF_DEVICE:
+        return None
+    mask, program = _mask_of(call.split), call.split.program
+    values, indices = call.term_values, call.term_indices
+    if program.score is not None:  # whose terms differ between layers
+        views = program.views(values, indices, *call.sizes)
+        kept = [views[i].detach() for i in mask.terms]
+        program = _mask_alone(program, mask.terms)
+        values, indices = (
+            program.pack(t, kept, call.sizes, kept[0]) if kept else None for t in (FLOAT, INT)
+        )
+    like = values if values is not None else indices
+    if like is None:
+        like = torch.zeros((), device=call.device)
+    values = values if values is None else values.detach()
+    return PROGRAM_TILES(like.detach(), str(program), *call.sizes, values, indices)
+
+
+def _mask_alone(program: ScoreProgram, terms: tuple[int, ...]) -> ScoreProgram:
+    """The mask of a program, and these terms, which are those that it reads."""
+    e, types = program.expressions, program.terms
+    new = {e.term(n, types[n].type): e.term(i, types[n].type) for i, n in enumerate(terms)}
+    kept = tuple(types[n]._replace(grad=False) for n in terms)
+    return ScoreProgram(kept, e.replaced(program.mask, new), None, e)
 
 
 class _MaskTiles:

@@ -1,12 +1,16 @@
-"""fa::attention_programmed and its backward: scores changed, and keys masked out, by a program."""
+"""Operators with programs: attention whose scores they change and keys they mask out, and tiles."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from fa_ops.call import checks
 from fa_ops.call.call import PROGRAMMED
 from fa_ops.ops import autograd, library
 from fa_ops.ops.schemas import Schema
+from fa_ops.programs import tiles
+from fa_ops.programs.program import MAX_RUNS, TILE_SIZE
 
 PROGRAMMED_ATTENTION = torch.ops.fa.attention_programmed.default
 BACKWARD = torch.ops.fa.attention_programmed_backward.default
@@ -22,3 +26,34 @@ library.register(
     "attention_programmed_backward", *autograd.backward_functions(OPERATORS.backward),
     autograd.backward_kernel(BACKWARD),
 )  # fmt: skip
+
+
+# fa::program_tiles: the runs of tiles that the mask of a program may keep, in a graph, where the
+# values of terms are not known. Equal calls, of the layers of a model, are merged by compilers.
+
+PROGRAM_TILES = torch.ops.fa.program_tiles.default
+
+
+def _program_tiles(
+    like: Tensor, program: str, B: int, Hq: int, Sq: int, Sk: int,
+    term_values: Tensor | None = None, term_indices: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    sizes = B, Hq, Sq, Sk
+    parsed = checks.tiles_of_program(like, program, sizes, term_values, term_indices)
+    terms = parsed.views(term_values, term_indices, *sizes)
+    if like.is_cpu:
+        return tiles.tile_runs(parsed, terms, sizes)
+    return tiles.tile_runs_on(like.device, parsed, terms, sizes)
+
+
+def _fake(
+    like: Tensor, program: str, B: int, Hq: int, Sq: int, Sk: int,
+    term_values: Tensor | None = None, term_indices: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    parsed = checks.tiles_of_program(like, program, (B, Hq, Sq, Sk), term_values, term_indices)
+    leading = (n if one else 1 for n, one in zip((B, Hq), tiles.differs(parsed), strict=True))
+    lines = sum(-(-size // TILE_SIZE) for size in (Sq, Sk))
+    return like.new_empty((*leading, lines, 1 + 2 * MAX_RUNS), dtype=torch.int32)
+
+
+library.register("program_tiles", _program_tiles, _fake)

@@ -93,6 +93,9 @@ SCHEMAS = {
     # gradients of query, key, value, attn_mask, sinks, term_values
     "attention_programmed_backward": f"({_SAVED}, {_PROGRAMMED}, bool mask_grad=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # runs of the tiles that the mask of a program may keep, on the device of `like`
+    "program_tiles": "(Tensor like, str program, SymInt B, SymInt Hq, SymInt Sq, SymInt Sk, "
+    "Tensor? term_values=None, Tensor? term_indices=None) -> Tensor",
     # keys by lists of blocks for each block of queries and kv head, or of tokens for each query
     "attention_selected": f"({_QKV}, {_SELECTED}) -> (Tensor, Tensor)",
     # gradients of query, key, value, sinks

@@ -156,12 +156,17 @@ class ScoreProgram(NamedTuple):
             if place is None:
                 continue
             missing = place.shape[2] - x.shape[-1]
-            x = torch.nn.functional.pad(x.expand(*place.shape[:2], -1), (0, missing))
-            parts += [like.new_zeros(place.offset - at, dtype=x.dtype), x.reshape(-1)]
+            x = x.expand(*place.shape[:2], -1)
+            x = torch.nn.functional.pad(x, (0, missing)) if not _is_zero(missing) else x
+            if not _is_zero(place.offset - at):
+                parts.append(like.new_zeros(place.offset - at, dtype=x.dtype))
+            parts.append(x.reshape(-1))
             at = place.offset + place.shape[0] * place.shape[1] * place.shape[2]
         if not parts:
             return None
-        return torch.cat([*parts, like.new_zeros(total - at, dtype=parts[-1].dtype)])
+        if not _is_zero(total - at):
+            parts.append(like.new_zeros(total - at, dtype=parts[-1].dtype))
+        return torch.cat(parts)
 
     def __str__(self) -> str:
         lines = [VERSION, *(f"t{i} {term}" for i, term in enumerate(self.terms))]
@@ -189,6 +194,10 @@ def program_error(text: str) -> str | None:
         if node.op == "const" and node.type == INT and not -(2**31) <= node.value < 2**31:
             return f"has integers of 32 bits, and the program has {node.value}"
     return None
+
+
+def _is_zero(n: int) -> bool:
+    return type(n) is int and n == 0  # a size that varies in a graph would be fixed
 
 
 _CONSTANT = re.compile(r"(?<=[( ])-?(?:\d[\w.+-]*|nan)(?=[,)])")

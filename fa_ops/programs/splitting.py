@@ -569,7 +569,7 @@ class Prologue:
         if program is None or not program.terms:
             return None, None
         terms = [self.term(i) for i in range(len(program.terms))]
-        like = torch.empty(0, device=self.device)
+        like = torch.zeros(0, device=self.device)  # merged with equal ones, in graphs
         values = program.pack(FLOAT, terms, self.sizes, like)
         return values, program.pack(INT, terms, self.sizes, like)
 

@@ -4,11 +4,16 @@ Numbers of a tile are intervals, conditions are pairs (may be true, may be false
 if its mask may not be true, full if it may not be false, and mixed otherwise: mixed is right for
 any tile, so no approximation changes a result. Of terms, tables of block minima and maxima give the
 interval of a range of elements.
+
+NumPy computes this on the host, boxes of tiles first; or operations of torch on a device, of each
+tile, which wait for nothing.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +38,33 @@ EMPTY, FULL, MIXED = 0, 1, 2
 GROUP = 32  # tiles of a side of a box, whose class is tried first
 _CHUNK = 2**16  # tiles of which intervals are computed at once
 _KEPT = 4 * MAX_RUNS  # runs of a column before they are merged
+_INF = float("inf")
 _ERROR = 1e-5  # relative, of float32 arithmetic of a few operations
 
 Interval = tuple[np.ndarray, np.ndarray]
+
+
+# What computes intervals: NumPy, or torch on a device.
+
+_FUNCTIONS = (
+    "abs ceil exp exp2 expm1 floor isfinite isnan log log1p log2 maximum minimum sqrt tanh trunc "
+    "where zeros_like"
+).split()
+
+
+def _numpy() -> SimpleNamespace:
+    functions = {name: getattr(np, name) for name in _FUNCTIONS}
+    return SimpleNamespace(**functions, number=np.float64, condition=np.asarray)
+
+
+def _torch() -> SimpleNamespace:
+    functions = {name: getattr(torch, name) for name in _FUNCTIONS}
+    # numbers are on the CPU: one element may be combined with tensors of any device
+    number = lambda x: torch.tensor(float(x), dtype=torch.float64)  # noqa: E731
+    return SimpleNamespace(**functions, number=number, condition=torch.tensor)
+
+
+_NUMPY, _TORCH = _numpy(), _torch()
 
 
 class Box(NamedTuple):
@@ -83,21 +112,64 @@ class _RangeTable:
         return least, most
 
 
-class MaskIntervals:
-    """The mask of a program for one batch and head, over boxes of queries and keys."""
+class _Intervals:
+    """The mask of a program over boxes of queries and keys."""
+
+    def __init__(self, program: ScoreProgram, sizes: tuple, arrays: SimpleNamespace) -> None:
+        self.program, self.sizes, self.arrays = program, sizes, arrays
+        self.nodes = order(program.mask)
+        self.forms = linear_forms(program.mask)
+        self.b, self.h = arrays.number(0), arrays.number(0)
+        self.read = [i for i in range(len(program.terms)) if self._reads(i)]
+
+    def _reads(self, number: int) -> bool:
+        return any(n.op == "term" and n.value == number for n in self.nodes)
+
+    def may_be(self, box: Box) -> tuple:
+        """Whether the mask may be true, and whether it may be false, somewhere in each box."""
+        values: dict[Node, Interval] = {}
+        for node in self.nodes:
+            values[node] = self._interval(node, [values[a] for a in node.args], values, box)
+        return values[self.program.mask]
+
+    def _interval(self, node: Node, args: list, values: dict, box: Box) -> tuple:
+        xp = self.arrays
+        if node.op == "const":
+            if node.type == BOOL:
+                return xp.condition(node.value), xp.condition(not node.value)
+            return xp.number(node.value), xp.number(node.value)
+        if node.op == "argument":
+            at = {"q": box.q, "k": box.k, "b": (self.b, self.b), "h": (self.h, self.h)}[node.value]
+            return at[0], at[1]
+        if node.op == "term":
+            found = self._term(node.value, box)
+            is_float = self.program.terms[node.value].type == FLOAT
+            return _widened(xp, found) if is_float else found
+        form = self.forms.get(node)
+        if form is not None and list(form.factors) != [node]:
+            return _of_sum(xp, form, values)
+        if node.op in ("lt", "le", "eq") and node.args[0].type == INT:
+            difference = self.forms[node.args[0]].plus(self.forms[node.args[1]], -1)
+            return _compared(node.op, _of_sum(xp, difference, values))
+        found = _operation(xp, node, args)
+        return _widened(xp, found) if node.type == FLOAT else found
+
+    def _term(self, number: int, box: Box) -> Interval:
+        raise NotImplementedError
+
+
+class MaskIntervals(_Intervals):
+    """The mask of a program for one batch and head, by NumPy."""
 
     def __init__(
         self, program: ScoreProgram, terms: list[Tensor], b: int, h: int, sizes: tuple
     ) -> None:
-        self.program, self.sizes = program, sizes
-        self.nodes = order(program.mask)
-        self.forms = linear_forms(program.mask)
+        super().__init__(program, sizes, _NUMPY)
         self.b, self.h = float(b), float(h)
-        self.tables: dict[int, object] = {}
+        self.tables: dict[int, Any] = {}
         Sq, Sk = sizes[2:]
-        for i, (x, term) in enumerate(zip(terms, program.terms, strict=True)):
-            if not any(n.op == "term" and n.value == i for n in self.nodes):
-                continue
+        for i in self.read:
+            x, term = terms[i], program.terms[i]
             values = x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1)].detach().cpu().numpy()
             if term.domain == TILE:
                 self.tables[i] = np.float64(values[0])
@@ -112,66 +184,106 @@ class MaskIntervals:
 
     def classes(self, box: Box) -> np.ndarray:
         """uint8: EMPTY, FULL or MIXED of each box."""
-        values: dict[Node, Interval] = {}
         with np.errstate(all="ignore"):
-            for node in self.nodes:
-                values[node] = self._interval(node, [values[a] for a in node.args], values, box)
-        may, may_not = values[self.program.mask]
+            may, may_not = self.may_be(box)
         found = np.where(may, np.where(may_not, MIXED, FULL), EMPTY).astype(np.uint8)
         return np.broadcast_to(found, np.broadcast_shapes(box.q[0].shape, box.k[0].shape))
-
-    def _interval(self, node: Node, args: list, values: dict, box: Box) -> tuple:
-        if node.op == "const":
-            if node.type == BOOL:
-                return np.asarray(node.value), np.asarray(not node.value)
-            return np.float64(node.value), np.float64(node.value)
-        if node.op == "argument":
-            at = {"q": box.q, "k": box.k, "b": (self.b, self.b), "h": (self.h, self.h)}[node.value]
-            return at[0], at[1]
-        if node.op == "term":
-            return self._term(node.value, box)
-        form = self.forms.get(node)
-        if form is not None and list(form.factors) != [node]:
-            return _of_sum(form, values)
-        if node.op in ("lt", "le", "eq") and node.args[0].type == INT:
-            difference = self.forms[node.args[0]].plus(self.forms[node.args[1]], -1)
-            return _compared(node.op, _of_sum(difference, values))
-        found = _operation(node, args)
-        return _widened(found) if node.type == FLOAT else found
 
     def _term(self, number: int, box: Box) -> Interval:
         term, table = self.program.terms[number], self.tables[number]
         (q0, q1), (k0, k1) = box
         if term.domain == TILE:
-            found = table, table
-        elif term.domain == ROW:
-            found = table.of(q0, q1)
-        elif term.domain == COLUMN:
-            found = table.of(k0, k1)
-        elif term.domain == DISTANCE:
+            return table, table
+        if term.domain == ROW:
+            return table.of(q0, q1)
+        if term.domain == COLUMN:
+            return table.of(k0, k1)
+        if term.domain == DISTANCE:
             least = self.sizes[3] - 1
-            found = table.of(*np.broadcast_arrays(q0 - k1 + least, q1 - k0 + least))
-        else:
-            rows, columns = term.block
-            first = (q0 // rows).astype(np.int64), (k0 // columns).astype(np.int64)
-            one = bool(((q1 // rows) == first[0]).all() and ((k1 // columns) == first[1]).all())
-            corner = table[first].astype(np.float64) if one else None
-            found = (corner, corner) if one else (np.float64(table.min()), np.float64(table.max()))
-        return _widened(found) if term.type == FLOAT else found
+            return table.of(*np.broadcast_arrays(q0 - k1 + least, q1 - k0 + least))
+        rows, columns = term.block
+        first = (q0 // rows).astype(np.int64), (k0 // columns).astype(np.int64)
+        is_one = ((q1 // rows) == first[0]) & ((k1 // columns) == first[1])
+        corner = table[first].astype(np.float64)
+        return np.where(is_one, corner, table.min()), np.where(is_one, corner, table.max())
 
 
-def _widened(interval: Interval) -> Interval:
+class _TileIntervals(_Intervals):
+    """The mask of a program for all batches, heads and tiles, by operations of torch.
+
+    Numbers broadcast to (B or 1, H or 1, m, n).
+    """
+
+    def __init__(
+        self, program: ScoreProgram, terms: list[Tensor], sizes: tuple, device: torch.device
+    ) -> None:
+        super().__init__(program, sizes, _TORCH)
+        self.terms, self.device = terms, device
+        B, H, Sq, Sk = sizes
+        by_batch, by_head = differs(program)
+        if by_batch:
+            self.b = self._count(B).view(-1, 1, 1, 1)
+        if by_head:
+            self.h = self._count(H).view(-1, 1, 1)
+        self.tiles = tuple(-(-size // TILE_SIZE) for size in (Sq, Sk))
+        rows, columns = self._count(self.tiles[0]).view(-1, 1), self._count(self.tiles[1])
+        first, last = (x * TILE_SIZE for x in (rows, columns)), []
+        starts = tuple(first)
+        for start, size in zip(starts, (Sq, Sk), strict=True):
+            last.append((start + (TILE_SIZE - 1)).clamp(max=size - 1))
+        self.box = Box((starts[0], last[0]), (starts[1], last[1]))
+
+    def _count(self, n: int) -> Tensor:
+        return torch.arange(n, device=self.device).double()
+
+    def _term(self, number: int, box: Box) -> Interval:
+        term, x = self.program.terms[number], self.terms[number].detach()
+        (m, n), (Sq, Sk) = self.tiles, self.sizes[2:]
+        if term.domain == TILE:
+            found = x.double().unsqueeze(-1)
+            return found, found
+        if term.domain == ROW:
+            return tuple(y[..., :m].unsqueeze(-1) for y in _extremes(x, 0, Sq))
+        if term.domain == COLUMN:
+            return tuple(y[..., :n].unsqueeze(-2) for y in _extremes(x, 0, Sk))
+        if term.domain == DISTANCE:
+            zero = padding_of_distances(Sk)
+            rows = torch.arange(m, device=self.device).unsqueeze(-1) + zero // TILE_SIZE
+            at = rows - torch.arange(n, device=self.device)  # of the distances from 0 on
+            lo, hi = _extremes(x, zero - Sk + 1, zero + Sq)
+            return torch.minimum(lo[..., at - 1], lo[..., at]), torch.maximum(
+                hi[..., at - 1], hi[..., at]
+            )
+        rows, columns = term.block
+        (q0, q1), (k0, k1) = box
+        first = q0 // rows, k0 // columns
+        is_one = ((q1 // rows) == first[0]) & ((k1 // columns) == first[1])
+        corner = x[..., (first[0] * -(-Sk // columns) + first[1]).long()].double()
+        least, most = (y.double()[..., None, None] for y in (x.amin(-1), x.amax(-1)))
+        return torch.where(is_one, corner, least), torch.where(is_one, corner, most)
+
+
+def _extremes(x: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
+    """The least and largest of each 128 elements, of those from `first` to `stop` alone."""
+    x, at = x.double(), torch.arange(x.shape[-1], device=x.device)
+    is_used = (at >= first) & (at < stop)
+    parts = (torch.where(is_used, x, end).unflatten(-1, (-1, TILE_SIZE)) for end in (_INF, -_INF))
+    low, high = parts
+    return low.amin(-1), high.amax(-1)
+
+
+def _widened(xp: SimpleNamespace, interval: Interval) -> Interval:
     """The interval of a float with the error of float32, everything where it is NaN."""
     lo, hi = interval
-    error = _ERROR * np.maximum(np.abs(lo), np.abs(hi)) + 1e-30
-    error = np.where(np.isfinite(error), error, 0.0)
-    unknown = np.isnan(lo) | np.isnan(hi)
-    return np.where(unknown, -np.inf, lo - error), np.where(unknown, np.inf, hi + error)
+    error = _ERROR * xp.maximum(xp.abs(lo), xp.abs(hi)) + 1e-30
+    error = xp.where(xp.isfinite(error), error, 0.0)
+    unknown = xp.isnan(lo) | xp.isnan(hi)
+    return xp.where(unknown, -_INF, lo - error), xp.where(unknown, _INF, hi + error)
 
 
-def _of_sum(form: Linear, values: dict[Node, Interval]) -> Interval:
+def _of_sum(xp: SimpleNamespace, form: Linear, values: dict[Node, Interval]) -> Interval:
     """The interval of a sum with factors; of each part on its own, so exact for indices."""
-    lo = hi = np.float64(form.constant)
+    lo = hi = xp.number(form.constant)
     for node, factor in form.factors.items():
         a, z = values[node]
         first, last = (a, z) if factor > 0 else (z, a)
@@ -188,54 +300,50 @@ def _compared(op: str, difference: Interval) -> tuple[np.ndarray, np.ndarray]:
     return (lo <= 0) & (hi >= 0), (lo != 0) | (hi != 0)
 
 
-_GROWING = {
-    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2,
-    "log1p": np.log1p, "sqrt": np.sqrt, "tanh": np.tanh, "floor": np.floor, "ceil": np.ceil,
-    "trunc": np.trunc, "to_float": lambda x: x,
-}  # fmt: skip
+_GROWING = frozenset("exp exp2 expm1 log log2 log1p sqrt tanh floor ceil trunc".split())
 
 
-def _operation(node: Node, args: list) -> tuple:
+def _operation(xp: SimpleNamespace, node: Node, args: list) -> tuple:
     """The interval of an operation's result, or what it may be."""
-    op, everything = node.op, (np.float64(-np.inf), np.float64(np.inf))
+    op = node.op
     if node.type == BOOL:
-        return _condition(op, node, args)
+        return _condition(xp, op, node, args)
     if op == "where":
         (may, may_not), x, y = args
-        lo = np.minimum(np.where(may, x[0], np.inf), np.where(may_not, y[0], np.inf))
-        hi = np.maximum(np.where(may, x[1], -np.inf), np.where(may_not, y[1], -np.inf))
+        lo = xp.minimum(xp.where(may, x[0], _INF), xp.where(may_not, y[0], _INF))
+        hi = xp.maximum(xp.where(may, x[1], -_INF), xp.where(may_not, y[1], -_INF))
         return lo, hi
     if op in ("to_int", "to_float") and node.args[0].type == BOOL:
         may, may_not = args[0]
-        return np.where(may_not, 0.0, 1.0), np.where(may, 1.0, 0.0)
+        return xp.where(may_not, 0.0, 1.0), xp.where(may, 1.0, 0.0)
     (lo, hi), (least, most) = args[0], args[-1]
     if op == "to_int":
-        return np.trunc(lo), np.trunc(hi)
+        return xp.trunc(lo), xp.trunc(hi)
+    if op == "to_float":
+        return lo, hi
     if op in _GROWING:
-        return _GROWING[op](lo), _GROWING[op](hi)
+        return getattr(xp, op)(lo), getattr(xp, op)(hi)
     if op in ("min", "max"):
-        extreme = np.minimum if op == "min" else np.maximum
+        extreme = xp.minimum if op == "min" else xp.maximum
         return extreme(lo, least), extreme(hi, most)
     if op == "abs":
         inside = (lo <= 0) & (hi >= 0)
-        nearest = np.minimum(np.abs(lo), np.abs(hi))
-        return np.where(inside, 0.0, nearest), np.maximum(np.abs(lo), np.abs(hi))
+        nearest = xp.minimum(xp.abs(lo), xp.abs(hi))
+        return xp.where(inside, 0.0, nearest), xp.maximum(xp.abs(lo), xp.abs(hi))
     if op in ("add", "sub"):
         return (lo + least, hi + most) if op == "add" else (lo - most, hi - least)
     if op == "neg":
         return -hi, -lo
     if op == "mul":
-        products = lo * least, lo * most, hi * least, hi * most
-        if any(np.isnan(p).any() for p in products):
-            return everything
-        return (
-            np.minimum(np.minimum(products[0], products[1]), np.minimum(products[2], products[3])),
-            np.maximum(np.maximum(products[0], products[1]), np.maximum(products[2], products[3])),
-        )
-    return _of_divisor(node, lo, hi) or everything
+        a, b, c, d = lo * least, lo * most, hi * least, hi * most
+        low = xp.minimum(xp.minimum(a, b), xp.minimum(c, d))  # NaN where one of them is
+        high = xp.maximum(xp.maximum(a, b), xp.maximum(c, d))
+        unknown = xp.isnan(low)
+        return xp.where(unknown, -_INF, low), xp.where(unknown, _INF, high)
+    return _of_divisor(xp, node, lo, hi) or (xp.number(-_INF), xp.number(_INF))
 
 
-def _of_divisor(node: Node, lo: np.ndarray, hi: np.ndarray) -> Interval | None:
+def _of_divisor(xp: SimpleNamespace, node: Node, lo: np.ndarray, hi: np.ndarray) -> Interval | None:
     """Operations whose second argument is a positive constant."""
     if len(node.args) != 2 or node.args[1].op != "const" or node.args[1].value <= 0:
         return None
@@ -243,27 +351,27 @@ def _of_divisor(node: Node, lo: np.ndarray, hi: np.ndarray) -> Interval | None:
     if node.op == "div":
         return lo / n, hi / n
     if node.op == "floordiv":
-        return np.floor(lo / n), np.floor(hi / n)
+        return xp.floor(lo / n), xp.floor(hi / n)
     if node.op == "quot":
-        return np.trunc(lo / n), np.trunc(hi / n)
+        return xp.trunc(lo / n), xp.trunc(hi / n)
     if node.op == "shr" and n < 63:
-        return np.floor(lo / 2.0**n), np.floor(hi / 2.0**n)
+        return xp.floor(lo / 2.0**n), xp.floor(hi / 2.0**n)
     if node.op == "shl" and n < 31:
         return lo * 2.0**n, hi * 2.0**n
     if node.op == "mod":
-        period = np.floor(lo / n)
-        same = period == np.floor(hi / n)
-        return np.where(same, lo - period * n, 0.0), np.where(same, hi - period * n, n - 1.0)
+        period = xp.floor(lo / n)
+        same = period == xp.floor(hi / n)
+        return xp.where(same, lo - period * n, 0.0), xp.where(same, hi - period * n, n - 1.0)
     if node.op == "bitand":
-        return np.zeros_like(lo), np.where(lo >= 0, np.minimum(hi, n), np.float64(n))
+        return xp.zeros_like(lo), xp.where(lo >= 0, xp.minimum(hi, xp.number(n)), xp.number(n))
     return None
 
 
-def _condition(op: str, node: Node, args: list) -> tuple:
+def _condition(xp: SimpleNamespace, op: str, node: Node, args: list) -> tuple:
     if op in ("lt", "le", "eq") and node.args[0].type == FLOAT:
         (lo, hi), (least, most) = args
         may, may_not = _compared(op, (lo - most, hi - least))
-        unknown = np.isnan(lo - most) | np.isnan(hi - least)
+        unknown = xp.isnan(lo - most) | xp.isnan(hi - least)
         return may | unknown, may_not | unknown
     if op == "not":
         return args[0][1], args[0][0]
@@ -278,7 +386,7 @@ def _condition(op: str, node: Node, args: list) -> tuple:
     if op in ("xor", "eq"):
         differ, agree = (a & not_b) | (not_a & b), (a & b) | (not_a & not_b)
         return (differ, agree) if op == "xor" else (agree, differ)
-    return np.asarray(True), np.asarray(True)
+    return xp.condition(True), xp.condition(True)
 
 
 def _ranges(first: np.ndarray, size: int, total: int) -> Interval:
@@ -318,6 +426,41 @@ def _strip(intervals: MaskIntervals, first: int) -> np.ndarray:
         box = Box(tile_rows, _ranges(np.minimum(columns, n - 1), TILE_SIZE, Sk))
         found[:, part] = intervals.classes(box)
     return found.reshape(rows, -1)[:, :n]
+
+
+def tile_states(program: ScoreProgram, terms: list[Tensor], sizes: tuple) -> Tensor:
+    """uint8 (B or 1, H or 1, m, n): the class of each tile, on the CPU."""
+    B, H = (size if one else 1 for size, one in zip(sizes, differs(program)))
+    grid = [-(-size // TILE_SIZE) for size in sizes[2:]]
+    states = np.empty((B, H, *grid), np.uint8)
+    for b in range(B):
+        for h in range(H):
+            intervals = MaskIntervals(program, terms, b, h, sizes)
+            for first in range(0, grid[0], GROUP):
+                strip = _strip(intervals, first)
+                states[b, h, first : first + len(strip)] = strip
+    return torch.from_numpy(states)
+
+
+# Estimates, in seconds of one core of a server.
+
+_OF_ANALYSIS, _OF_HEAD, _OF_STRIP, _OF_NODE = 1e-3, 3e-4, 2e-4, 1.2e-8
+_RATE = 5e10  # floating-point operations a second, of a thread
+SAVED = 0.5  # the share of a call that tiles are assumed to save
+OF_BACKWARD = 2.5  # times the forward pass
+
+
+def seconds_of_analysis(program: ScoreProgram, sizes: tuple) -> float:
+    """The time in which the tiles of a mask are classified on the host."""
+    m, n = (-(-size // TILE_SIZE) for size in sizes[2:])
+    heads = math.prod(size for size, one in zip(sizes, differs(program)) if one)
+    of_tiles = _OF_NODE * m * n * len(order(program.mask))
+    return _OF_ANALYSIS + heads * (_OF_HEAD + _OF_STRIP * -(-m // GROUP) + of_tiles)
+
+
+def seconds_on_cpu(pairs: float, features: int) -> float:
+    """The time of a forward pass of this many queries times keys, and features of both products."""
+    return 2.0 * pairs * features / (_RATE * torch.get_num_threads())
 
 
 def differs(program: ScoreProgram) -> tuple[bool, bool]:
@@ -432,8 +575,21 @@ def states_of_runs(runs: Tensor, m: int, n: int) -> Tensor:
     return torch.where(mixed, MIXED, states).to(torch.uint8)
 
 
-# Runs of what a BlockMask lists, by operations of torch: while a graph is traced, its numbers are
-# not known.
+# Runs by operations of torch, which read nothing on the host: of a mask on a device, and of what a
+# BlockMask lists.
+
+
+def tile_runs_on(
+    device: torch.device, program: ScoreProgram, terms: list[Tensor],
+    sizes: tuple[int, int, int, int],
+) -> Tensor:  # fmt: skip
+    """Runs as of `tile_runs`, on a device; with more than MAX_RUNS the last one has all others."""
+    intervals = _TileIntervals(program, terms, sizes, device)
+    may, may_not = intervals.may_be(intervals.box)
+    shape = *(n if one else 1 for n, one in zip(sizes, differs(program))), *intervals.tiles
+    is_kept, is_mixed = (x.to(device).expand(shape) for x in (may, may & may_not))
+    lines = _listed_runs(is_kept, is_mixed)
+    return torch.cat((lines, _listed_runs(is_kept.mT, is_mixed.mT)), 2)
 
 
 def runs_of_blocks(

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import compile_passes
 from compile_passes.fuse import CallCase
+from fa_ops.functions import tile_cache
 from fa_ops.testing import assert_within_budget
 from tests.compile_passes.block_masks import kept_elements, masked, random_block_mask
 from tests.compile_passes.helpers import assert_same, fuse, qkv, results
@@ -299,6 +300,21 @@ def test_lists_become_a_part_of_programs(name):
     torch.testing.assert_close(fusion.run(q, k, v), masked(q, k, v, keep), atol=1e-5, rtol=1e-4)
     (finding,) = fusion.findings
     assert finding.masks == "a program of the mask" and "tile_runs" in finding.call
+
+
+def test_programs_for_gpus_find_their_tiles(monkeypatch):
+    """By an operator, here on the CPU, of which the backend would find them."""
+    monkeypatch.setattr(tile_cache, "FIND_TILES", ())
+    monkeypatch.setattr(tile_cache, "_OF_DEVICE", 1e-12)
+    texts = torch.arange(2 * S) // 128
+    function = with_score_mod(
+        lambda s, b, h, i, j: torch.where((texts[i] == texts[j]) & (i != j + 1), s.sin(), -INF)
+    )
+    q, k, v = qkv(Sq=2 * S, Sk=2 * S, D=16, Dv=16)
+    fusion = fuse(function)
+    assert_same(function, (q, k, v), fusion, train=False)
+    (finding,) = fusion.findings
+    assert "tile_runs" in finding.call and "fa.program_tiles" in fusion.code
 
 
 def in_documents(b, h, i, j):

@@ -7,6 +7,9 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
@@ -163,17 +166,104 @@ def test_checkpoints_may_find_tiles_in_between(monkeypatch, analyses):
         torch.testing.assert_close(torch.autograd.grad(out.sum(), q), expected)
 
 
-def test_traced_calls_visit_all_tiles(analyses):
-    """As values may be others when the graph runs."""
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.documents = torch.nn.Buffer(torch.arange(S) // DOCUMENT)
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.documents = torch.nn.Buffer(torch.arange(S) // DOCUMENT)
+    def forward(self, q, k, v):
+        documents = self.documents[: q.shape[2]]
+        return fa_ops.flex_attention(q, k, v, mask_mod=same_document(documents))
 
-        def forward(self, q, k, v):
-            return fa_ops.flex_attention(q, k, v, mask_mod=same_document(self.documents))
 
+def test_compiled_calls_find_tiles_on_the_cpu(visited):
+    """As values may be others when the graph runs, the backend looks at them in each call."""
+    model, (q, k, v) = Model(), inputs(grad=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for documents in (model.documents.clone(), torch.arange(S) // 128):
+        model.documents.copy_(documents)
+        visited.update(scores=0, masks=0)
+        out = compiled(q, k, v)
+        kept = int((documents.view(-1, 1) == documents).sum())
+        assert visited == {"scores": max(kept, 256 * S), "masks": 256 * S * (kept < 256 * S)}
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+        assert visited["scores"] == 2 * max(kept, 256 * S)
+        expected = dense(q, k, v, documents)
+        torch.testing.assert_close(out, expected)
+        wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_graphs_for_gpus_hold_the_analysis(monkeypatch, visited):
+    """Here on the CPU, of which the backend would find them: for all lengths by one graph."""
+    monkeypatch.setattr(tile_cache, "FIND_TILES", ())
+    monkeypatch.setattr(tile_cache, "_OF_DEVICE", 1e-9)
+    monkeypatch.setattr(tiles, "seconds_of_analysis", lambda *_: math.inf)
+    model, (q, k, v) = Model(), inputs()
+    calls = []
+
+    def record(gm, _):
+        calls.extend(n for n in gm.graph.nodes if "attention_programmed" in str(n.target))
+        return make_boxed_func(gm.forward)
+
+    backend = aot_autograd(fw_compiler=record)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    for size in (S - 24, 700):  # not that of the buffer, to which it would be bound
+        visited.update(scores=0, masks=0)
+        part = [x[:, :, :size] for x in (q, k, v)]
+        documents = model.documents[:size]
+        torch.testing.assert_close(compiled(*part), dense(*part, documents))
+        assert visited["scores"] < 0.7 * size**2
+    (call,) = calls
+    assert call.kwargs["tile_runs"] is not None
+    program = torch.export.export(
+        model, (q, k, v), strict=False,
+        dynamic_shapes=[{2: torch.export.Dim("S", min=256, max=S)}] * 3,
+    )  # fmt: skip
+    (node,) = [n for n in program.graph.nodes if "attention_programmed" in str(n.target)]
+    assert node.kwargs["tile_runs"] is not None
+    torch.testing.assert_close(program.module()(*part), dense(*part, documents))
+
+
+def test_layers_of_a_graph_share_the_analysis(monkeypatch):
+    """Of one mask, whatever the terms of their scores are."""
+    monkeypatch.setattr(tile_cache, "FIND_TILES", ())
+    monkeypatch.setattr(tile_cache, "_OF_DEVICE", 1e-9)
+    documents, slopes = torch.arange(384) // 100, torch.randn(3, 2, requires_grad=True)
+    q, k, v = inputs(384, 2, 16)
+    graphs = []
+
+    def layers(q):
+        for slope in slopes.unbind(0):
+            score_mod = lambda s, b, h, i, j: torch.tanh(s) + slope[h] * (i - j)  # noqa: B023, E731
+            q = fa_ops.flex_attention(q, k, v, score_mod, mask_mod=same_document(documents))
+        return q
+
+    def record(gm, _):
+        graphs.append(str(gm.graph))
+        return make_boxed_func(gm.forward)
+
+    backend = aot_autograd(
+        fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition
+    )
+    with torch.no_grad():
+        expected = layers(q)
+    out = torch.compile(layers, fullgraph=True, backend=backend)(q)
+    torch.testing.assert_close(out, expected)
+    assert graphs[0].count("fa.program_tiles") == 1
+    assert graphs[0].count("fa.attention_programmed") == 3
+
+
+def test_small_calls_of_graphs_have_no_analysis(monkeypatch):
+    monkeypatch.setattr(tile_cache, "FIND_TILES", ())
+    model, (q, k, v) = Model(), inputs(256, 1, 16)
+    program = torch.export.export(model, (q, k, v), strict=False)
+    (node,) = [n for n in program.graph.nodes if "attention_programmed" in str(n.target)]
+    assert "tile_runs" not in node.kwargs
+
+
+def test_calls_that_are_exported_or_mapped(analyses):
     model, (q, k, v) = Model(), inputs()
     expected = model(q, k, v)
     assert len(analyses) == 1

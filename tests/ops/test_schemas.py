@@ -117,6 +117,8 @@ fa::attention_programmed_backward(Tensor grad_out, Tensor? grad_lse, Tensor quer
   Tensor? kv_lens=None, Tensor? key_ranges=None, Tensor? term_values=None,
   Tensor? term_indices=None, Tensor? tile_runs=None, bool deterministic=False, str? backend=None,
   bool mask_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+fa::program_tiles(Tensor like, str program, SymInt B, SymInt Hq, SymInt Sq, SymInt Sk,
+  Tensor? term_values=None, Tensor? term_indices=None) -> Tensor
 fa::attention_selected(Tensor query, Tensor key, Tensor value, Tensor block_indices,
   SymInt block_size, SymInt query_block=1, Tensor? counts=None, bool is_causal=True, *,
   float? scale=None, Tensor? sinks=None, Tensor? key_ranges=None, Tensor? cu_seqlens=None,
@@ -202,6 +204,14 @@ def test_merge_states(requires_grad):
     opcheck(merge.MERGE, (outs, lses))
 
 
+MASK = "fa1\nt0 int row -\nx0 lt(k, t0)\nmask x0\n"
+
+
+def test_program_tiles():
+    ends = torch.full((512,), 129, dtype=torch.int32)
+    opcheck(torch.ops.fa.program_tiles.default, (ends, MASK, 1, 1, 300, 400, None, ends))
+
+
 # Operators name a tensor that is None, which the dispatcher takes in place of every tensor.
 
 
@@ -214,6 +224,7 @@ def calls() -> dict[str, tuple]:
     key, value, lens = t.new_key, t.new_value, t.kv_lens
     rows = torch.zeros(1, 1, 1, dtype=torch.bool)
     states = torch.randn(3, 5, 8), torch.randn(3, 5)
+    ends = torch.full((512,), 129, dtype=torch.int32)
     lists = torch.zeros(1, 1, args[0].shape[2], 2, dtype=torch.int32)
     return {
         "attention": args,
@@ -228,6 +239,7 @@ def calls() -> dict[str, tuple]:
         "attention_selected_backward": (*saved_by(selected.BLOCKS, (*args[:3], lists, 8), {}),),
         "attention_selected_tokens": (*(x[0].transpose(0, 1) for x in args[:3]), lists[0, 0]),
         "select_tokens": (args[0], args[1][:, :1], args[0][..., 0], 2),
+        "program_tiles": (ends, MASK, 1, 1, 300, 400, None, ends),
         "quantized_attention": args[:3],
         "merge_states": states,
     }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fa_ops
+from fa_ops.functions import flex
 from fa_ops.programs import tiles
 from fa_ops.programs.program import MAX_RUNS
 from tests.programs import functions as f
@@ -93,6 +94,45 @@ def test_runs(name):
             assert ((states == tiles.EMPTY) == ~some).all() and (
                 (states == tiles.FULL) == every
             ).all()
+
+
+def _indexed(table, pairs, lengths):
+    """Masks that read each kind of term, at lengths that are no multiples of tiles."""
+    return {
+        **{name: mask_mod for name, (mask_mod, _) in CASES.items() if name != "stripes"},
+        "table": lambda b, h, i, j: table[i - j + 5119] & ((i * j) % 3 < 2),
+        "blocks of heads": lambda b, h, i, j: pairs[h, i // 128, j // 128] & (i >= j),
+        "larger blocks": lambda b, h, i, j: pairs[h, i // 300, j // 140],
+        "lengths": lambda b, h, i, j: (j < lengths[b]) & (i < lengths[b]) & ((i - j) % 2 == 0),
+        "floats": lambda b, h, i, j: torch.tanh(i.float() - j).abs() * (i * 1e-3).exp() < 2.0,
+    }
+
+
+@pytest.mark.parametrize("Sq, Sk", [(5120, 5120), (5000, 3333)])
+def test_operations_of_torch_find_the_same_tiles(Sq, Sk):
+    g = torch.Generator().manual_seed(0)
+    table = (torch.arange(2 * 5120) // 900) % 2 == 0
+    pairs = torch.rand(2, 40, 40, generator=g) < 0.1
+    lengths = torch.tensor([100, 3000])
+    sizes, cpu = (2, 2, Sq, Sk), torch.device("cpu")
+    m, n = -(-Sq // 128), -(-Sk // 128)
+    for name, mask_mod in _indexed(table, pairs, lengths).items():
+        program, terms = flex._whole_mask(mask_mod, (), sizes, cpu)
+        expected = tiles.tile_states(program, terms, sizes)
+        runs = tiles.tile_runs_on(cpu, program, terms, sizes)
+        assert (expected != tiles.MIXED).any(), name
+        for found in (
+            tiles.states_of_runs(runs, m, n),
+            tiles.states_of_runs(runs[:, :, m:], n, m).mT,
+        ):
+            decided = (found != tiles.MIXED) & (expected != tiles.MIXED)
+            assert torch.equal(found[decided], expected[decided]), name
+            # tables of distances are of other blocks; lines of more runs merge others
+            differ = int((found != expected).sum())
+            assert differ <= found.numel() * 0.05 * (name in ("table", "larger blocks")), (
+                name,
+                differ,
+            )
 
 
 def test_a_million_tokens():

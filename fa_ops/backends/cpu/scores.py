@@ -14,9 +14,9 @@ from fa_ops.backends import dropout
 from fa_ops.backends.mask_blocks import EMPTY, FULL, listed_states
 from fa_ops.call.call import Call
 from fa_ops.call.options import MASK_BLOCK, Operands
+from fa_ops.programs import tiles
 from fa_ops.programs.evaluation import Elements, integers_of
 from fa_ops.programs.program import parse
-from fa_ops.programs.tiles import states_of_runs
 
 # Memory layouts and dtypes of the CPU engines.
 
@@ -140,9 +140,30 @@ class ScoreProblem:
             self.states = listed_states(call.operands.mask_blocks, call.operands.attn_mask)
         self.program = parse(call.options.program) if call.is_programmed else None
         if call.operands.tile_runs is not None:
-            tiles = (-(-x.shape[2] // MASK_BLOCK) for x in (q, k))
-            self.states = states_of_runs(call.operands.tile_runs, *tiles)
+            grid = (-(-x.shape[2] // MASK_BLOCK) for x in (q, k))
+            self.states = tiles.states_of_runs(call.operands.tile_runs, *grid)
+        elif self.program is not None and self.program.mask is not None:
+            self.states = self._found_states()
         self.buffers: dict[str, Tensor] = {}
+
+    def _found_states(self) -> Tensor | None:
+        """The states of the tiles of the program's mask, where they take less time than they save.
+
+        Calls of graphs and of transforms come without runs.
+        """
+        (B, Hq, Sq, D), Sk, Dv = self.q.shape, self.k.shape[2], self.call.value.shape[3]
+        if max(Sq, Sk) <= MASK_BLOCK or not min(B, Hq, Sq, Sk):
+            return None
+        pairs = float(B * Hq * Sq * Sk)
+        if self.ranges is not None:
+            keys = (self.ranges.hi - self.ranges.lo).clamp(min=0).expand(B, Hq, Sq, 1)
+            pairs = float(keys.sum(dtype=torch.float64))
+        times = 1.0 + tiles.OF_BACKWARD * self.call.is_backward
+        saved = tiles.SAVED * times * tiles.seconds_on_cpu(pairs, D + Dv)
+        if tiles.seconds_of_analysis(self.program, (B, Hq, Sq, Sk)) > saved:
+            return None
+        terms = self.program.views(*self.call.operands[_TERMS], B, Hq, Sq, Sk)
+        return tiles.tile_states(self.program, terms, (B, Hq, Sq, Sk))
 
     def slabs(self) -> Iterator[Slab]:
         """Divide the batches and kv heads into slabs."""
