@@ -6,6 +6,7 @@ implementation are compared with those of the first one before it is timed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -236,10 +237,14 @@ def compare(
     family: str, quantities: list[Quantity], names: list[str], device: str, budget_ms: float,
     json: Path | None,
 ) -> None:  # fmt: skip
-    """Measure all quantities, print the table, and what was not timed with the reason."""
+    """Measure all quantities, print the table, and what was not timed with the reason.
+
+    Interrupted (Ctrl-C), it prints what was measured until then.
+    """
     rows: list[TimedQuantity] = []
-    for quantity in report.watched(quantities, family, device, names, "quantities"):
-        rows += measure(quantity, device, budget_ms)
+    with contextlib.suppress(KeyboardInterrupt):
+        for quantity in report.watched(quantities, family, device, names, "quantities"):
+            rows += measure(quantity, device, budget_ms)
     facts, console = report.environment(device), Console()
     if not console.is_terminal:
         console.width = 220

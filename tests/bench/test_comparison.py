@@ -47,6 +47,23 @@ def test_implementations_agree_and_are_timed(name, tmp_path, monkeypatch):
         assert "D64 causal" in result.stdout and "T5" not in result.stdout
 
 
+def test_an_interrupted_command_prints_what_it_has_measured(monkeypatch, capsys):
+    measured = []
+
+    def measure(quantity, *rest):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(quantity)
+        return [comparison.TimedQuantity(quantity, "ours", Time(1.0, 1.0, 1.0, 1), 0.0)]
+
+    monkeypatch.setattr(comparison, "measure", measure)
+    wanted = [Quantity(f"problem {n}", "forward", dict) for n in range(3)]
+    comparison.compare("flex", wanted, ["ours"], "cpu", 0.1, None)
+    assert measured == wanted[:1]
+    printed = capsys.readouterr().out
+    assert "problem 0" in printed and "problem 1" not in printed
+
+
 def test_wrong_results_and_errors_are_reasons():
     x = torch.ones(3)
     builds = {
