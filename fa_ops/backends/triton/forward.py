@@ -171,8 +171,12 @@ def constants(
     tile: Tile, dims: tuple[int, int], kind: Class, mode: str, page: int = 0
 ) -> dict[str, Any]:
     """The kernel's constexpr parameters."""
+    blocks = widths(dims)
+    if mode == "loaded" and blocks["BLOCK_D"] == 64:
+        # ptxas 12.8 makes wrong sums of this tile's weights and narrower values
+        blocks["BLOCK_DV"] = max(blocks["BLOCK_DV"], 64)
     return {
-        **widths(dims),
+        **blocks,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "FOLD": kind.fold,
