@@ -82,7 +82,7 @@ def supports(call: Call) -> str | None:
     """Why the backend cannot run the call, or None."""
     signature = call.signature
     if signature is PROGRAMMED:
-        return f"does not run programs of score_mod and mask_mod; {_ALTERNATIVE}"
+        return _programmed_error(call)
     if call.tangents is not None:
         widest = max(call.query.shape[-1], call.value.shape[-1])
         other = "triton" if widest <= 256 else "reference"  # as triton's `support_error` says
@@ -214,6 +214,18 @@ def support_error(call: Call, takes_wide: bool = False) -> str | None:
     is_wide = max(call.query.shape[-1], call.value.shape[-1]) > MAX_HEAD_DIM
     alternative = "the reference backend takes any" if is_wide else _ALTERNATIVE
     return reason and f"{reason}; {alternative}"
+
+
+def _programmed_error(call: Call) -> str | None:
+    """Why the backend cannot run a call with a program, or None."""
+    if call.query.device.type != "cuda":
+        return _device_error(call.query)
+    if call.saved is None:
+        return f"does not run programs of score_mod and mask_mod forward; {_ALTERNATIVE}"
+    from fa_ops.backends.hopper import term_gradients
+
+    reason = _unsupported(call, False) or term_gradients.program_error(call)
+    return reason and f"{reason}; {_ALTERNATIVE}"
 
 
 def _quantized_error(call: Call) -> str | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper import masks
+from fa_ops.backends.hopper.backward_programs import backward_program
 from fa_ops.backends.hopper.configs import (
     BackwardConfig,
     MaskGradientConfig,
@@ -55,6 +56,7 @@ from fa_ops.backends.hopper.runtime.launch import (
     processors,
 )
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
+from fa_ops.backends.hopper.term_gradients import ProgramCall
 from fa_ops.call.call import Call, Run, general, rows_are_aligned
 from fa_ops.call.options import NO_OPERANDS, Gradients, Operands
 
@@ -75,7 +77,7 @@ _FLAG_ROWS = 16  # rows for which one word flags whether any is not finite
 
 
 def backward(call: Call) -> Gradients:
-    """All gradients of a dense call."""
+    """All gradients of a dense call, which may have a program."""
     like, (grad_out, grad_lse, out, lse, mask_grad), t = call[:3], call.saved, call.operands
     grad_strides = tuple(map(written_strides, like))
     q, k, v, grad_out, out = map(tma_aligned, (*like, grad_out, out))
@@ -88,9 +90,9 @@ def backward(call: Call) -> Gradients:
     plan = plan_of(Call(q, k, v, t, call.options, saved), grad_strides, bias)
     lens, slopes = (None if x is None else x.contiguous() for x in (t.kv_lens, t.alibi_slopes))
     t = t._replace(kv_lens=lens, alibi_slopes=slopes)
-    *grads, dmask, workspace = plan.run(grad_out, q, k, v, out, lse, grad_lse, t, held, mask_grad)
-    grads = laid_out_like(like, grads)
-    return Gradients(*grads, dmask, sink_gradient(t.sinks, lse, plan, workspace))
+    *grads, other, workspace = plan.run(grad_out, q, k, v, out, lse, grad_lse, t, held, mask_grad)
+    dsinks = sink_gradient(t.sinks, lse, plan, workspace)
+    return _gradients(plan, laid_out_like(like, grads), other, dsinks)
 
 
 def prepare(call: Call) -> Run:
@@ -107,10 +109,19 @@ def prepare(call: Call) -> Run:
         results = plan.run(grad_out, q, k, v, out, lse, grad_lse, tensors)
         if tensors is NO_OPERANDS:
             return results[:3]
-        *grads, dmask, workspace = results
-        return Gradients(*grads, dmask, sink_gradient(tensors.sinks, lse, plan, workspace))
+        *grads, other, workspace = results
+        return _gradients(plan, grads, other, sink_gradient(tensors.sinks, lse, plan, workspace))
 
     return run
+
+
+def _gradients(
+    plan: BackwardPlan, grads: Sequence[Tensor], other: Tensor | None, dsinks: Tensor | None
+) -> Gradients:
+    """`other` is the gradient of a program's terms, or of the mask."""
+    if plan.program is None:
+        return Gradients(*grads, other, dsinks)
+    return Gradients(*grads, None, dsinks, other)
 
 
 def needs_copies(call: Call) -> bool:
@@ -153,19 +164,28 @@ class BackwardPlan(KernelPlan):
         few_registers = g.mask is not None or g.dropout_p > 0 or softcap > 0
         pairs = prefers_pairs(q_shape, k_shape, (left, right), count, has_ranges, g.sequences)
         differs_by_row = g.has_lens or has_ranges or g.slopes is not None
+        program = None if g.program is None else backward_program(g.program)
+        if program is not None:
+            few_registers, differs_by_row = program.keeps_registers, True
         is_plain = g.mask is g.bias is None and not (few_registers or differs_by_row)
         whole = is_plain and prefers_whole_heads(q_shape, k_shape, (left, right), count)
         sums_rows = whole and prefers_own_row_sums(q_shape, k_shape, Dv, count)
         self.config = backward_config(
             q_shape[3], Dv, g.deterministic, g.bias_bits, few_registers, pairs,
-            g.lists is not None, whole, differs_by_row=differs_by_row, sums_rows=sums_rows,
+            g.lists is not None or g.runs is not None, whole, differs_by_row=differs_by_row,
+            sums_rows=sums_rows,
+            sums_distances=program is not None and program.distance_sum is not None,
         )  # fmt: skip
         self._divide(g, count)
         self.options = RareOptions.of(g, _PARAMS)
+        self.program = None
+        if program is not None:
+            blocks = -(-k_shape[2] // self.config.block_n) * self.config.block_n
+            self.program = ProgramCall(program, g, blocks, self.parts)
         self.kernels = _kernels_for(
             self.config, g.dtype, g.device, window=has_window, kv_lens=g.has_lens,
             ranges=has_ranges, softcap=softcap, alibi=g.alibi, mask=g.mask is not None,
-            dropout=g.dropout_p > 0, split=self.parts > 1,
+            dropout=g.dropout_p > 0, split=self.parts > 1, program=g.program,
         )  # fmt: skip
         self.by_key = self.by_query = None
         if g.mask is not None:
@@ -198,7 +218,8 @@ class BackwardPlan(KernelPlan):
             *(parts, group // parts, D, Dv),
             # the kernels do not apply dropout's factor to the weights
             *(units.gradient * masks.scale(g.dropout_p), units.inside_tanh),
-            LOG2E if g.bias else units.log2,  # with a bias, scores are in its units
+            # with a bias, scores are in its units, and changed by a program natural
+            LOG2E if g.bias or (self.program and self.program.changes_scores) else units.log2,
             1.0 / units.accumulator,
             *(n for of in self.strides for n in of[:3]),
             self.zeros,
@@ -299,15 +320,24 @@ class BackwardPlan(KernelPlan):
             bits = self._write_bits(params[0], mask, stream)
         if self.options is not None:
             held = self.options.write(params[0], tensors, bias, cu_seqlens, stream)
+        sums = packed = read = None
+        if self.program is not None:
+            packed, sums, *read = self.program.write(params[0], tensors)
         if kernels.preprocess is None:
             kernels.products.launch((self.ctas, 1), stream, params[1])
         else:
             self._launch_in_order(stream, params[1])
+        if kernels.distances is not None:
+            kernels.distances.launch(self.program.grid, stream, params[1])
         dmask = None
         if mask_grad:
             dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
         self.params.give_back(params)
-        del clipped, bits, held  # the kernels that read them are launched
+        del clipped, bits, held, read  # the kernels that read them are launched
+        if self.program is not None:
+            delta = self.row_sums(workspace).view(*q.shape[:2], -1)[..., : q.shape[2]]
+            dterms = self.program.gradients(packed, tensors, lse, grad_lse, delta, sums)
+            return dq, dk, dv, dterms, workspace
         return dq, dk, dv, dmask, workspace
 
     def _launch_in_order(self, stream: int, params: ctypes.Array) -> None:
@@ -418,7 +448,7 @@ class _Kernels:
         products, queries = config.products
         self.products, self.queries = found[products], found.get(queries)
         self.preprocess, self.postprocess = found.get("preprocess"), found.get("postprocess")
-        self.clip_ranges = found.get("clip_ranges")
+        self.clip_ranges, self.distances = found.get("clip_ranges"), found.get("distance_gradient")
 
 
 def entries_of(config: BackwardConfig, defines: dict[str, int]) -> list[Entry]:
@@ -432,6 +462,8 @@ def entries_of(config: BackwardConfig, defines: dict[str, int]) -> list[Entry]:
         entries.append(Entry(queries, config.threads, config.query_shared_bytes))
     if defines["HAS_RANGES"]:
         entries.append(Entry("clip_ranges", config.block_m))
+    if config.sums_distances:
+        entries.append(Entry("distance_gradient", 256))
     return entries
 
 
@@ -439,9 +471,13 @@ _kernels = functools.cache(_Kernels)
 
 
 def _kernels_for(
-    config: BackwardConfig, dtype: torch.dtype, device: int, **features: int
-) -> _Kernels:
-    return _kernels(tuple(macros(config, dtype, **features).items()), config, device)
+    config: BackwardConfig, dtype: torch.dtype, device: int, program: str | None = None,
+    **features: int,
+) -> _Kernels:  # fmt: skip
+    defines = macros(config, dtype, **features)
+    if program is not None:
+        defines["HAS_PROGRAM"] = program
+    return _kernels(tuple(defines.items()), config, device)
 
 
 # The gradient of a float mask: a separate kernel that sums broadcast elements in fixed order.

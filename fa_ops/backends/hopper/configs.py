@@ -278,6 +278,7 @@ class BackwardConfig(HeadDims):
     whole_heads: bool = False  # a CTA passes over all keys of a head, and writes dQ itself
     sums_rows: bool = False  # with whole heads: it also sums rows, in place of `preprocess`
     key_slots: int = 1  # with 2, the next keys are copied while these are used
+    sums_distances: bool = False  # gradients of scores along diagonals, for a term of distances
 
     features = _BACKWARD
     products = "backward", "backward_queries"  # the kernels: the second one unless `adds_dq`
@@ -355,7 +356,8 @@ class BackwardConfig(HeadDims):
         queries = self.block_m * (self.stages * of_query + self.grad_stages * of_grad)
         bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 if self.bias_bits else 0
         barriers = 4 + self.key_slots + 2 * (self.stages + self.grad_stages)
-        return keys + queries + self._exchange_bytes + bias + 8 * barriers
+        diagonals = self.block_n // 16 * 8 * 88 * 4 * self.sums_distances
+        return keys + queries + self._exchange_bytes + bias + diagonals + 8 * barriers
 
     @property
     def _exchange_bytes(self) -> int:
@@ -581,7 +583,7 @@ def _forward_config(D: int, Dv: int, few_registers: bool) -> Config:
 def backward_config(
     D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, few_registers: bool = False,
     prefers_pairs: bool = False, skips_tiles: bool = False, whole_heads: bool = False,
-    differs_by_row: bool = False, sums_rows: bool = False,
+    differs_by_row: bool = False, sums_rows: bool = False, sums_distances: bool = False,
 ) -> BackwardConfig:  # fmt: skip
     """The backward's tiles.
 
@@ -589,7 +591,8 @@ def backward_config(
     pairs of CTAs are faster where both are possible, see `backward.py`. `skips_tiles`: as the
     forward's. `whole_heads`: whether a CTA for all keys of a head is faster, see `backward.py`;
     it adds in the same order every time. `sums_rows`: it needs no other kernel before it.
-    `differs_by_row`: key ranges, lengths or ALiBi.
+    `differs_by_row`: key ranges, lengths or ALiBi. `sums_distances`: the gradient of a term of
+    distances is wanted.
     """
     if max(D, Dv) > 256:
         return WideBackwardConfig(512, 512)
@@ -609,8 +612,9 @@ def backward_config(
         config = dataclasses.replace(config, whole_heads=True, sums_rows=sums_rows)
     buffers = 1 if head_dim == 256 and bias_bits else 2
     return dataclasses.replace(
-        config, bias_bits=bias_bits, buffers=buffers, skips_tiles=skips_tiles
-    )
+        config, bias_bits=bias_bits, buffers=buffers, skips_tiles=skips_tiles,
+        sums_distances=sums_distances,
+    )  # fmt: skip
 
 
 def _backward_config(D: int, Dv: int, deterministic: bool) -> BackwardConfig:

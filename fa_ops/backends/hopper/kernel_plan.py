@@ -55,6 +55,8 @@ class Geometry(NamedTuple):
     table: tuple[int, int] | None = None  # pages of a batch row, and the stride between rows
     sequences: int | None = None  # of a packed batch, which is one long sequence
     deterministic: bool = False
+    program: str | None = None
+    runs: tuple[int, int] | None = None  # lines of tile runs between batches and between heads
     key_dtype: torch.dtype | None = None
     scales: int | tuple = 0  # of a cache, see `scales_of`; of 8-bit tensors their shapes
     quantization: tuple = ()  # of 16-bit tensors: dtype, whether keys lose their mean, rotation
@@ -69,7 +71,8 @@ class Geometry(NamedTuple):
             (q.stride(), k.stride(), v.stride()), o.is_causal, o.scale, o.window_left,
             o.window_right, o.softcap, o.dropout_p, t.kv_lens is not None, t.sinks is not None,
             None if slopes is None else shared_strides(slopes),
-            None if ranges is None else (*ranges.shape[:2], *shared_strides(ranges)), **fields,
+            None if ranges is None else (*ranges.shape[:2], *shared_strides(ranges)),
+            program=o.program, runs=lines_of_runs(t.tile_runs), **fields,
         )  # fmt: skip
 
     @property
@@ -237,6 +240,14 @@ def key_section(heads: int, Sk: int, dims: int) -> int:
     """
     limit = min(max(32 << 20, Sk << 14), 128 << 20)
     return section_of(heads, Sk * 2 * dims, limit)
+
+
+def lines_of_runs(runs: Tensor | None) -> tuple[int, int] | None:
+    """Lines between the batches and between the heads of contiguous tile runs, 0 where shared."""
+    if runs is None:
+        return None
+    B, H, lines, _ = runs.shape
+    return H * lines * (B > 1), lines * (H > 1)
 
 
 def shared_strides(t: Tensor) -> Sizes:

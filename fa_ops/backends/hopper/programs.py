@@ -86,6 +86,11 @@ def header(text: str) -> str:
     return _Emission(parse(text)).header()
 
 
+def header_of(program: ScoreProgram) -> str:
+    """The same of a program that need not read all of its terms."""
+    return _Emission(program).header()
+
+
 @functools.lru_cache(1024)
 def slope_kind(text: str) -> int:
     """The derivative of the score: 1 (0), free of the score itself (1), or not (2)."""

@@ -18,10 +18,11 @@ from fa_ops.backends.hopper import (
     kernel_plan,
     mla,
     packed,
+    term_gradients,
 )
 from fa_ops.backends.hopper.runtime import launch, nvrtc
 
-HOSTS = launch, kernel_plan, decode, mla, forward, backward, packed, eight_bit
+HOSTS = launch, kernel_plan, decode, mla, forward, backward, packed, eight_bit, term_gradients
 
 
 class Launched(NamedTuple):

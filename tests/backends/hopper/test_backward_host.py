@@ -12,7 +12,9 @@ from fa_ops.backends.hopper import backward
 from fa_ops.backends.hopper import masks as mask
 from fa_ops.backends.hopper.configs import group_parts
 from fa_ops.backends.hopper.runtime.structs import struct_layout
-from fa_ops.call.call import Saved, attention_call
+from fa_ops.call.call import Call, Saved, attention_call
+from fa_ops.call.options import NO_OPERANDS, Options
+from fa_ops.programs.program import parse
 
 LISTS_AT = backward._PARAMS.fields["bias"].offset
 LISTS_AT += struct_layout("masks.cuh", "Bias").fields["blocks"].offset
@@ -291,3 +293,40 @@ def test_wide_heads_have_a_cluster_of_two_ctas_for_each_block(driver, Hkv):
     assert found["key_sums"] == found["sums"]
     grid, same = driver.last("wide_queries")
     assert grid == (2 * 4 * 6, 1) and same == products
+
+
+PROGRAM = """fa1
+t0 float row bh grad
+t1 float column bh grad
+t2 float distance h grad
+x0 add(score, t0)
+x1 sub(x0, t1)
+x2 add(x1, t2)
+x3 lt(k, q)
+mask x3
+score x2
+"""
+
+
+def test_a_program_finds_its_terms_and_runs(driver):
+    g, q, k, v, out, lse = tensors(2, 4, 2, 200, 300, 64)
+    sizes = 2, 4, 200, 300
+    values = torch.zeros(parse(PROGRAM).places("float", *sizes)[1])
+    operands = NO_OPERANDS._replace(
+        term_values=values, tile_runs=torch.zeros(1, 4, 5, 33, dtype=torch.int32)
+    )
+    options = Options(program=PROGRAM, scale=0.5)
+    call = Call(q, k, v, operands, options, Saved(g, None, out, lse))
+    found = backward.backward(call)
+    assert found.term_values.shape == values.shape and found.attn_mask is None
+    names = [one.name for one in driver.launched]
+    assert names == ["preprocess", "backward", "postprocess", "distance_gradient"]
+    grid, given = driver.last("distance_gradient")
+    assert grid == (4 * 2, 1)  # a head's distances, from -300 to 199, by two CTAs
+    at = backward._PARAMS.fields["program"]
+    packed = struct.unpack_from("<" + at.format, given, at.offset)
+    assert packed[:7] == (values.data_ptr(), 0, 0.5, *sizes)
+    assert packed[7:12] == (operands.tile_runs.data_ptr(), 0, 5, 2, 3)
+    distances = parse(PROGRAM).places("float", *sizes)[0][2]
+    first = found.term_values.data_ptr() + 4 * (distances.offset + 512)
+    assert packed[14:] == (first, 0, 256 + 512)

@@ -237,6 +237,12 @@ struct BackwardConsumer : KeyConsumerBase {
   DEVICE void step(int h, int m, bool edge) {
     const u32 i = ring.stage, queries = slot_at<Q_BYTES>(sm.q, i), grads = slot_at<DO_BYTES>(sm.grad_out, i);
     read_mask(h, m);
+#if HAS_PROGRAM
+    Program program;
+    ProgramFactors<SCORES> factors;
+    TermFactors<SCORES> of_term;
+    read_terms(program, h, m);
+#endif
     mbar_wait(barrier(sm.q_full, i), ring.phase);
     score_product<HEAD_FEATURES>(s, keys(), queries);
     mbar_wait(barrier(sm.do_full, i), ring.phase);
@@ -244,6 +250,9 @@ struct BackwardConsumer : KeyConsumerBase {
     find_dropped(slot_at<SEED_BYTES>(sm.row_seeds, i), barrier(sm.do_full, i));
     wgmma_wait<1>();
     fence_operand(s);
+#if HAS_PROGRAM
+    apply_program(program, s, factors, of_term, m);
+#endif
     float tanh_grad[SCORES];
     apply_softcap(s, tanh_grad);
     scores_to_weights(s, m, edge, slot_at<ROW_BYTES>(sm.lse, i), slot_at<RANGE_BYTES>(sm.ranges, i));
@@ -256,6 +265,14 @@ struct BackwardConsumer : KeyConsumerBase {
     gradient_product(dv, w, grads);
     score_gradients(slot_at<ROW_BYTES>(sm.delta, i));
     multiply_by_softcap_grad(dp, tanh_grad);
+#if HAS_PROGRAM
+    add_to_terms(program, s, dp, of_term, edge);
+#if PROGRAM_DISTANCE_SUMS
+    float diagonals[DIAGONALS];
+    add_diagonals(program, s, dp, edge, diagonals);
+#endif
+    multiply_by_slopes(program, s, dp, factors);
+#endif
     pack_fragments(ds, dp);
 #if ADDS_DQ
     const u32 extra = buffer;
@@ -265,6 +282,9 @@ struct BackwardConsumer : KeyConsumerBase {
       delayed_query_product(buffer);
       store_fragments(ds_at + first * 128, ds, BLOCK_N * 128);
       gradient_product(dk, ds, queries);
+#if PROGRAM_DISTANCE_SUMS
+      share_diagonals(diagonals, h, m);
+#endif
       wgmma_wait<1>();
       fence_operand(dq);
       signal_stored(extra);
@@ -274,12 +294,18 @@ struct BackwardConsumer : KeyConsumerBase {
       previous_slot = slot;
       store_fragments(ds_at + first * 128, ds, BLOCK_N * 128);
       gradient_product(dk, ds, queries);
+#if PROGRAM_DISTANCE_SUMS
+      share_diagonals(diagonals, h, m);
+#endif
       signal_stored(extra);
     }
     note_block(h, m);
     if (ALTERNATES && extra != c) previous = -1;
 #else
     gradient_product(dk, ds, queries);
+#if PROGRAM_DISTANCE_SUMS
+    share_diagonals(diagonals, h, m);
+#endif
 #endif
     wgmma_wait<0>();
     end_products();
@@ -373,6 +399,9 @@ struct BackwardConsumer : KeyConsumerBase {
 #endif
 
   DEVICE void run() {
+#if PROGRAM_DISTANCE_SUMS
+    clear_diagonals();
+#endif
     for (u32 phase = 0;;) {
       mbar_wait(barrier(sm.kv_full, slot), phase);
       t = load_key_tile(sm, slot);

@@ -21,6 +21,7 @@ constexpr u32 GRAD_BYTES = IS_PAIRED ? DO_BYTES / 2 : DO_BYTES;  // per slot
 constexpr u32 ROW_BYTES = BLOCK_M * 4, RANGE_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0,
               SEED_BYTES = HAS_DROPOUT ? BLOCK_M * 4 : 0;
 constexpr u32 BIAS_BYTES = BLOCK_M * BLOCK_N * BIAS_BITS / 8;
+constexpr u32 DIAGONAL_BYTES = SUMS_DISTANCES ? BLOCK_N / 16 * WARP_DIAGONALS * 4 : 0;
 constexpr int CONSUMERS = IS_PAIRED ? 3 : 2;
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && !HAS_MASK),
               "swizzle atoms of queries; a mask's bits of 64");
@@ -42,7 +43,7 @@ struct Barrier {
 struct BackwardShared {
   u32 k, v, q, grad_out;
   u32 exchange;  // data exchanged between consumers
-  u32 bias, lse, delta, ranges, row_seeds;
+  u32 bias, diagonals, lse, delta, ranges, row_seeds;
   u32 tile;  // the scheduled tile of each slot of keys
   u32 targets, nonfinite;  // with WHOLE_HEADS; nonfinite: one flag per warp
   u32 kv_full, q_full, q_empty, do_full, do_empty;
@@ -56,7 +57,8 @@ struct BackwardShared {
         grad_out(q + STAGES * Q_BYTES),
         exchange(grad_out + GRAD_STAGES * GRAD_BYTES),
         bias(exchange + EXCHANGE_BYTES),
-        lse(bias + BIAS_BYTES),
+        diagonals(bias + BIAS_BYTES),
+        lse(diagonals + DIAGONAL_BYTES),
         delta(lse + STAGES * ROW_BYTES),
         ranges(delta + GRAD_STAGES * ROW_BYTES),
         row_seeds(ranges + STAGES * RANGE_BYTES),

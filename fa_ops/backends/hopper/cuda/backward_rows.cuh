@@ -59,7 +59,11 @@ template <int ROWS> DEVICE void write_row_sums(const BackwardParams& p, int b, i
   }
   if (place >= STEPS) return;
   const long long to = head * (p.m_blocks * BLOCK_M) + own;
+#if HAS_PROGRAM && PROGRAM_HAS_OFFSET  // of the scores that the kernels compute
+  p.lse[to] = lse == -INFINITE ? INFINITE : lse_of(lse - program_offset(p.program.inputs, b, h, own));
+#else
   p.lse[to] = lse_of(lse);
+#endif
   p.delta[to] = lse == -INFINITE ? 0.f : own_sum - grad_lse;
 }
 
@@ -81,6 +85,12 @@ DEVICE bool attends(const BackwardParams& p, int i, int j, int h, int b, int key
                               min(j, p.Sk - 1) * p.by_key.row + i / 64 * p.mask_block;
   keep = keep && bits[i % 64 / 8] >> i % 8 & 1;
 #endif
+#if HAS_PROGRAM
+  if (PROGRAM_HAS_MASK && keep) {
+    const ProgramTile t = program_tile(p.program.inputs, b, h);
+    keep = program_keeps(t, program_row(t, i), program_column(t, j), program_block(t, i, j), 0, 0);
+  }
+#endif
   return keep;
 }
 
@@ -95,6 +105,14 @@ DEVICE float factor_of(const BackwardParams& p, int tensor, int i, int j, int h,
   float s = dot(row(Q, h, i), row(K, of_keys, j), p.D), tanh_grad = 1.f;
 #if HAS_SOFTCAP
   s = softcap_tanh(s * p.tanh_scale), tanh_grad = 1.f - s * s;
+#endif
+#if HAS_PROGRAM
+  if (PROGRAM_HAS_SCORE) {
+    const ProgramTile t = program_tile(p.program.inputs, b, h);
+    const ProgramBlock x = program_block(t, i, j);
+    tanh_grad = program_slope(t, program_row(t, i), program_column(t, j), x, 0, 0, s);
+    s = program_score(t, program_row(t, i), program_column(t, j), x, 0, 0, s);
+  }
 #endif
 #if HAS_ALIBI
   const Alibi alibi = alibi_of(p, h, b, keys - p.Sq, p.positions, i);

@@ -2,12 +2,22 @@
 // the blocks of keys that a block of queries attends, the exponent of a weight, and the stores of results.
 //
 // Compile-time: BLOCK_M BLOCK_N QUERY_BLOCK_N HEAD_FEATURES VALUE_FEATURES ADDS_DQ SPLITS_GROUP WHOLE_HEADS
-// HAS_WINDOW HAS_RANGES HAS_ALIBI HAS_MASK BIAS_BITS SKIPS_TILES
+// HAS_WINDOW HAS_RANGES HAS_ALIBI HAS_MASK BIAS_BITS SKIPS_TILES HAS_PROGRAM
 #pragma once
 #include "dropout.cuh"
 #include "elements.cuh"
 #include "masks.cuh"
 #include "sequences.cuh"
+#if HAS_PROGRAM
+#include "terms.cuh"
+constexpr bool SUMS_DISTANCES = PROGRAM_DISTANCE_SUMS;
+#else
+constexpr bool SUMS_DISTANCES = false;
+#endif
+
+// Sums of a warp's gradients of scores along diagonals of 8 x 8 elements, as floats: a row for each of 8
+// keys, whose first and last columns stay 0.
+constexpr int DIAGONAL_ROW = 88, WARP_DIAGONALS = 8 * DIAGONAL_ROW;
 
 // fa_ops/backends/hopper/runtime/structs.py reads these declarations.
 
@@ -21,6 +31,17 @@ struct MaskBits {
 // The tensors of a call, in the order of their maps.
 enum { Q, K, V, GRAD_OUT, DQ, DK, DV };
 constexpr int TENSORS = 7;
+
+#if HAS_PROGRAM
+struct ProgramOfCall {
+  ProgramInputs inputs;
+  TileRuns runs;     // with SKIPS_TILES, in place of the lists of a mask
+  float* term_sums;  // gradients of terms of keys, see `term_sums_of`
+  float* distance_sums;  // of a term of distances, see `distance_sums_of`
+  float* distances;      // the gradient of that term: of distance 0
+  long long distances_b, distances_h;  // its strides, 0 where batches or heads share it
+};
+#endif
 
 struct BackwardParams {
   TensorMap q, k, v, grad_out, dq, dk, dv;
@@ -54,8 +75,11 @@ struct BackwardParams {
   int mask_block;     // bytes of a block of queries in `by_key`, 0 if queries share the mask
   Dropout dropout;
   const int2* positions;  // with ALiBi, of the queries, then the keys, of packed sequences: packed_ranges.cu
-#if BIAS_BITS || SKIPS_TILES
+#if BIAS_BITS || (SKIPS_TILES && !HAS_PROGRAM)
   Bias bias;
+#endif
+#if HAS_PROGRAM
+  ProgramOfCall program;
 #endif
 };
 
@@ -155,8 +179,13 @@ DEVICE QueryBlocks query_blocks(const BackwardParams& p, const KeyTile& t, int h
 #endif
   QueryBlocks n = {__ballot_sync(~0u, some), __ballot_sync(~0u, edge), 0};
 #if SKIPS_TILES
+#if HAS_PROGRAM
+  const ListedBlocks listed =
+      blocks_of_runs<BLOCK_M>(line_of_runs<false>(p.program.runs, t.b, h, t.n0), base);
+#else
   const ListedBlocks listed =
       listed_blocks<BLOCK_M>(tile_list<false>(p.bias.blocks, t.b, h, t.n0), base);
+#endif
   n.some &= listed.some, n.full = listed.full;
 #endif
   return n;
@@ -241,9 +270,17 @@ struct KeyBlocks {
 template <class Visit>
 DEVICE void for_each_listed_block(const BackwardParams& p, const QueryBlock& t, const KeyBlocks& n,
                                   Visit visit) {
+#if HAS_PROGRAM
+  const int* const line = line_of_runs<true>(p.program.runs, t.b, t.h, t.m * ROWS);
+#else
   const TileList list = tile_list<true>(p.bias.blocks, t.b, t.h, t.m * ROWS);
+#endif
   for (int base = n.first; base < n.end; base += 32) {
+#if HAS_PROGRAM
+    ListedBlocks listed = blocks_of_runs<QUERY_BLOCK_N>(line, base);
+#else
     ListedBlocks listed = listed_blocks<QUERY_BLOCK_N>(list, base);
+#endif
     if (n.end - base < 32) listed.some &= (1u << n.end - base) - 1;
 #pragma unroll 1
     for (; listed.some; listed.some &= listed.some - 1) {
@@ -307,6 +344,26 @@ template <int ROWS, int FEATURES> DEVICE void clear_rows(u32 tile, int from, int
   fence_async_shared();
   named_barrier_sync(barrier, 128);
 }
+
+#if HAS_PROGRAM
+// The sums of term `n` of those of which the pass over keys computes gradients: one for each key, of each
+// head where terms differ by head, else of each part of a group of heads.
+DEVICE float* term_sums_of(const BackwardParams& p, int n, int b, int of) {
+  const long long rows = p.B * (long long)max(p.Hq, p.Hkv * p.parts);
+  const int heads = PROGRAM_SUMS_BY_HEAD >> n & 1 ? p.Hq : p.Hkv * p.parts;
+  return p.program.term_sums + (n * rows + b * heads + of) * (p.n_blocks * BLOCK_N);
+}
+#endif
+
+#if PROGRAM_DISTANCE_SUMS
+// The gradient of a term of distances by 64 keys, number `block` of a head. That of distance d is at
+// d + k + 64, where k is the first of these keys. Written are those from the first block of queries that
+// attends some of the CTA's keys to one behind the last.
+DEVICE float* distance_sums_of(const BackwardParams& p, int b, int h, int block) {
+  const long long blocks = p.n_blocks * (BLOCK_N / 64), row = p.m_blocks * BLOCK_M + 64;
+  return p.program.distance_sums + ((b * p.Hq + h) * blocks + block) * row;
+}
+#endif
 
 constexpr int KEY_SUMS = BLOCK_N * (HEAD_FEATURES + VALUE_FEATURES);
 

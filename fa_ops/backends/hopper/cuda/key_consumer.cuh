@@ -15,6 +15,15 @@ struct KeyConsumerBase {
   AlibiRows alibi;
 #endif
   bool is_full;  // with SKIPS_TILES: the mask keeps all of this step's block
+#if PROGRAM_DISTANCE_SUMS
+  // The gradient of the term of distances, of one distance: that of query `diagonal` from this consumer's
+  // first key. `diagonals`: the first query of the last step.
+  float diagonal_sum;
+  int diagonal, diagonals;
+#endif
+#if PROGRAM_KEY_SUMS
+  float term_sums[PROGRAM_KEY_SUMS][2];  // gradients of terms of this thread's keys
+#endif
 #if HAS_MASK
   u64 kept[2];  // one bit for each query of a block, for this thread's two rows
 #endif
@@ -104,6 +113,171 @@ struct KeyConsumerBase {
 #endif
   }
 
+#if HAS_PROGRAM
+  typedef BlockProgram<true, SCORES> Program;
+
+  // Reads a step's terms early, for the same reason as the mask.
+  DEVICE void read_terms(Program& x, int h, int m) const {
+    x.read(p.program.inputs, t.b, h, m * BLOCK_M + (lane & 3) * 2, t.n0 + key);
+  }
+
+  // Whether the program's mask may exclude keys of this step's block.
+  DEVICE bool masks() const { return PROGRAM_HAS_MASK && !(SKIPS_TILES && is_full); }
+
+  // Applies the program to the scores. `factors`: the derivatives by them, and `of_term` by a term, where
+  // these are kept.
+  DEVICE void apply_program(const Program& x, float (&s)[SCORES], ProgramFactors<SCORES>& factors,
+                            TermFactors<SCORES>& of_term, int m) const {
+    if (PROGRAM_HAS_SCORE) {
+#pragma unroll
+      for (int i = 0; i < SCORES; i += 2) {
+        constexpr int KEPT = PROGRAM_KEPT_FACTOR;
+        if (of_term.KEPT) of_term.keep(i, x.factor(KEPT, s[i], i), x.factor(KEPT, s[i + 1], i + 1));
+        if (factors.KEPT) factors.keep(i, x.slope(s[i], i), x.slope(s[i + 1], i + 1));
+        s[i] = x.score(s[i], i), s[i + 1] = x.score(s[i + 1], i + 1);
+      }
+      if ((m + 1) * BLOCK_M > p.Sq) {  // the score of no query may be NaN
+#pragma unroll
+        for (int i = 0; i < SCORES; i++)
+          if (x.query(i) >= p.Sq) s[i] = 0.f;
+      }
+    }
+    if (masks()) {
+#pragma unroll
+      for (int i = 0; i < SCORES; i++)
+        if (!x.keeps(i)) s[i] = -INFINITE;
+    }
+  }
+
+  // Adds the gradients of scores to those of terms; `s` are the weights.
+  template <int N = 0>
+  DEVICE void add_to_terms([[maybe_unused]] const Program& x, [[maybe_unused]] const float (&s)[SCORES],
+                           [[maybe_unused]] const float (&grads)[SCORES],
+                           [[maybe_unused]] const TermFactors<SCORES>& kept, [[maybe_unused]] bool edge) {
+#if PROGRAM_KEY_SUMS
+    constexpr int FACTOR = PROGRAM_SUM_FACTORS[N];
+    constexpr bool IS_KEPT = FACTOR == PROGRAM_KEPT_FACTOR;
+    auto add = [&](int i, bool is_masked) {
+      const float y = grads[i] * (IS_KEPT ? kept.get(i) : x.factor(FACTOR, 0.f, i));
+      term_sums[N][i >> 1 & 1] += is_masked ? 0.f : y;
+    };
+    if (IS_KEPT && PROGRAM_HAS_POLES || edge || masks()) {  // values of masked keys may be NaN
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) add(i, s[i] == 0.f);
+    } else {
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) add(i, false);
+    }
+    if constexpr (N + 1 < PROGRAM_KEY_SUMS) add_to_terms<N + 1>(x, s, grads, kept, edge);
+#endif
+  }
+
+#if PROGRAM_DISTANCE_SUMS
+  static constexpr int DIAGONALS = SCORES / 2 + 2;  // of a thread's scores
+  static_assert(BLOCK_M == 64, "a distance of each thread");
+
+  DEVICE u32 own_diagonals() const { return sm.diagonals + first / 16 * WARP_DIAGONALS * 4; }
+
+  DEVICE void clear_diagonals() {
+    for (int i = tid; i < WARP_DIAGONALS; i += 128)
+      store_shared(own_diagonals() + i * 16, make_int4(0, 0, 0, 0));
+  }
+
+  // Adds the gradients of scores along diagonals, all of whose distances are equal.
+  DEVICE void add_diagonals(const Program& x, const float (&s)[SCORES], const float (&grads)[SCORES],
+                            bool edge, float (&sums)[DIAGONALS]) const {
+#pragma unroll
+    for (int i = 0; i < DIAGONALS; i++) sums[i] = 0.f;
+    auto add = [&](int i, bool is_masked) {
+      const float y = grads[i] * x.factor(PROGRAM_DISTANCE_FACTOR, 0.f, i);
+      sums[(i / 4 + 1 - (i >> 1 & 1)) * 2 + (i & 1)] += is_masked ? 0.f : y;
+    };
+    if (edge || masks()) {  // values of masked keys may be NaN
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) add(i, s[i] == 0.f);
+    } else {
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) add(i, false);
+    }
+  }
+
+  // Moves on to the block of queries from `query` on, and writes the distances that are complete.
+  DEVICE void move_diagonals(int h, int query) {
+    for (; diagonals < query;) {
+      diagonals += 64;
+      const int next = diagonals - 64 + (tid - diagonals + 64 & 127);
+      if (next == diagonal) continue;
+      distance_sums_of(p, t.b, h, (t.n0 + first) / 64)[diagonal + 64] = diagonal_sum;
+      diagonal = next, diagonal_sum = 0.f;
+    }
+  }
+
+  // Before the first block of queries, number `m`.
+  DEVICE void begin_diagonals(int m) {
+    diagonals = m * 64, diagonal_sum = 0.f;
+    diagonal = diagonals - 64 + (tid - diagonals + 64 & 127);
+  }
+
+  // Adds the sums of this consumer's threads: each thread those of one distance, in a fixed order.
+  DEVICE void share_diagonals(const float (&sums)[DIAGONALS], int h, int m) {
+    const int warp = tid >> 5, row = lane >> 2;
+    const u32 own = own_diagonals();
+    named_barrier_sync(Barrier::WARPGROUP + first / 64, 128);  // those of the last step are read
+    const u32 to = own + (warp * WARP_DIAGONALS + row * DIAGONAL_ROW + 8 + (lane & 3) * 2) * 4;
+#pragma unroll
+    for (int i = 0; i < DIAGONALS; i += 2) store_shared(to + i * 16, make_float2(sums[i], sums[i + 1]));
+    named_barrier_sync(Barrier::WARPGROUP + first / 64, 128);
+    move_diagonals(h, m * 64);
+    const int from = diagonal - diagonals;  // the column of the first warp's first row
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+      const int column = from + 16 * w;
+      if (column < -15 || column > 63) continue;
+      const u32 at = own + (w * WARP_DIAGONALS + column + 16) * 4;
+#pragma unroll
+      for (int b = 0; b < 8; b++) diagonal_sum += load_shared<float>(at + b * (DIAGONAL_ROW + 1) * 4);
+    }
+  }
+#endif
+
+  // Turns gradients of changed scores into those of the scores, in place.
+  DEVICE void multiply_by_slopes(const Program& x, [[maybe_unused]] const float (&s)[SCORES],
+                                 float (&grads)[SCORES], const ProgramFactors<SCORES>& factors) const {
+#if PROGRAM_FACTORS == 1
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) grads[i] *= x.slope(0.f, i);
+#elif PROGRAM_FACTORS
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 2) {
+      const float2 y = factors.get(i);
+      grads[i] *= y.x, grads[i + 1] *= y.y;
+      if (PROGRAM_FACTORS == 3) {  // a score without weight may have any derivative
+        if (s[i] == 0.f) grads[i] = 0.f;
+        if (s[i + 1] == 0.f) grads[i + 1] = 0.f;
+      }
+    }
+#endif
+  }
+
+  // Writes the sums of terms and begins new ones; BY_HEAD those that differ by head, else the others.
+  template <bool BY_HEAD> DEVICE void write_term_sums([[maybe_unused]] int h) {
+#if PROGRAM_KEY_SUMS
+#pragma unroll
+    for (int n = 0; n < PROGRAM_KEY_SUMS; n++)
+      if ((PROGRAM_SUMS_BY_HEAD >> n & 1) == BY_HEAD) {
+        float* const to = term_sums_of(p, n, t.b, BY_HEAD ? h : t.part) + t.n0 + key;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          float x = term_sums[n][r];
+          x += __shfl_xor_sync(~0u, x, 1), x += __shfl_xor_sync(~0u, x, 2);
+          if ((lane & 3) == 0) to[8 * r] = x;
+          term_sums[n][r] = 0.f;
+        }
+      }
+#endif
+  }
+#endif
+
   // Turns scores into weights, in place.
   DEVICE void scores_to_weights(float (&s)[SCORES], int m, bool edge, u32 lse, u32 ranges) {
     [[maybe_unused]] const int i0 = m * BLOCK_M + (lane & 3) * 2;
@@ -170,6 +344,11 @@ struct KeyConsumerBase {
   // copies them.
   template <class Self> DEVICE void for_each_query_block(Self& self) {
     for (int h = first_head(p, t); h < first_head(p, t) + p.part_heads; h++) {
+#if PROGRAM_KEY_SUMS
+      if (h == first_head(p, t))
+#pragma unroll
+        for (int n = 0; n < PROGRAM_KEY_SUMS; n++) term_sums[n][0] = term_sums[n][1] = 0.f;
+#endif
 #if HAS_ALIBI
 #pragma unroll
       for (int r = 0; r < ALIBI_ROWS; r++) {
@@ -177,6 +356,9 @@ struct KeyConsumerBase {
         const Alibi x = alibi_of(p, h, t.b, t.keys - p.Sq, p.positions + p.Sq, min(j, p.Sk - 1));
         alibi.slope[r] = x.slope, alibi.column[r] = j - x.shift;
       }
+#endif
+#if PROGRAM_DISTANCE_SUMS
+      begin_diagonals(t.first);
 #endif
       for (int base = t.first; base < t.last; base += 32) {
         QueryBlocks n = query_blocks(p, t, h, base);
@@ -187,6 +369,15 @@ struct KeyConsumerBase {
           self.step(h, base + bit, n.edge >> bit & 1);
         }
       }
+#if PROGRAM_DISTANCE_SUMS
+      if (t.first < t.last) move_diagonals(h, (t.last + 1) * 64);
+#endif
+#if HAS_PROGRAM
+      write_term_sums<true>(h);
+#endif
     }
+#if HAS_PROGRAM
+    write_term_sums<false>(0);
+#endif
   }
 };

@@ -107,6 +107,39 @@ template <int BLOCK> DEVICE ListedBlocks listed_blocks(const TileList& list, int
   return {__reduce_or_sync(~0u, some), __reduce_or_sync(~0u, full)};
 }
 
+// Runs of tiles that the mask of a program may keep: lines of `tile_runs`, for each row of tiles and then for
+// each column. They are not trusted either.
+
+constexpr int MAX_RUNS = 16;
+
+struct TileRuns {
+  const int* lines;     // of all batches and heads
+  long long b, h;       // strides in lines, 0 for dimensions that share them
+  int rows, columns;    // of tiles
+};
+
+// The line of the row (OF_KEYS) or column of tiles that contains query or key `position`: the number of runs,
+// then of each its first tile, and twice its length, plus 1 if it is mixed.
+template <bool OF_KEYS> DEVICE const int* line_of_runs(const TileRuns& runs, int b, int h, int position) {
+  const int line = min(position / MASK_TILE, (OF_KEYS ? runs.rows : runs.columns) - 1);
+  return runs.lines + (b * runs.b + h * runs.h + (OF_KEYS ? 0 : runs.rows) + line) * (1 + 2 * MAX_RUNS);
+}
+
+// The 32 blocks of BLOCK keys (or queries) starting at block `base`. Executed by one warp.
+template <int BLOCK> DEVICE ListedBlocks blocks_of_runs(const int* line, int base) {
+  constexpr int PER_TILE = MASK_TILE / BLOCK, MOST = UNBOUNDED / MASK_TILE;
+  const int lane = threadIdx.x & 31;
+  u32 some = 0, full = 0;
+  if (lane < min(line[0], MAX_RUNS)) {
+    const int first = max(0, min(line[1 + 2 * lane], MOST)), coded = line[2 + 2 * lane];
+    const int end = first + max(0, min(coded >> 1, MOST));
+    const int lo = max(first * PER_TILE - base, 0), hi = min(end * PER_TILE - base, 32);
+    if (lo < hi) some = ~0u >> (32 - (hi - lo)) << lo;
+    if (!(coded & 1)) full = some;
+  }
+  return {__reduce_or_sync(~0u, some), __reduce_or_sync(~0u, full)};
+}
+
 // A float mask that is added to the scores, as tiles of 64 queries in shared memory. A tile is a sequence of
 // boxes with 128 swizzled bytes per row.
 

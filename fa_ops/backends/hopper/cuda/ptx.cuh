@@ -393,6 +393,24 @@ template <int N> DEVICE void softcap_scores(float (&s)[N], float scale) {
 }
 #endif
 
+DEVICE u32 pack_bf16(float low, float high) {
+  u32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+DEVICE float2 unpack_bf16(u32 x) {
+  return make_float2(__int_as_float(x << 16), __int_as_float(x & 0xFFFF0000u));
+}
+
+// Two numbers of float16, that in the low half first.
+DEVICE float2 unpack_f16(u32 x) {
+  float2 y;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+      : "=f"(y.x), "=f"(y.y)
+      : "r"(x));
+  return y;
+}
+
 // Two floats rounded to float16, the first in the low half.
 DEVICE u32 pack_f16(float low, float high) {
   u32 y;

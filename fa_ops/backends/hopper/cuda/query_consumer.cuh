@@ -183,12 +183,25 @@ struct QueryConsumer {
 #if HAS_ALIBI
     const AlibiBlock at = alibi.block(n0 + (lane & 3) * 2);
 #endif
+#if HAS_PROGRAM
+    BlockProgram<false, ROW_SCORES> program;
+    program.read(p.program.inputs, t.b, t.h, row(0), n0 + (lane & 3) * 2);
+    const bool is_masked = PROGRAM_HAS_MASK && !(SKIPS_TILES && is_full);
+#else
+    constexpr bool is_masked = false;
+#endif
 #pragma unroll
     for (int i = 0; i < ROW_SCORES; i++) {
       const int r = i >> 1 & 1, j = n0 + column_offset(i) + (lane & 3) * 2;
       float x = s[i];
 #if HAS_SOFTCAP
       const float tanh_grad = 1.f - x * x;
+#endif
+#if HAS_PROGRAM
+      const float slope = program.slope(x, i);
+      if (PROGRAM_HAS_SCORE) x = program.score(x, i);
+      if (PROGRAM_HAS_SCORE && program.query(i) >= p.Sq) x = 0.f;  // the score of no query may be NaN
+      if (is_masked && !program.keeps(i)) x = -INFINITE;
 #endif
 #if HAS_ALIBI
       x = at.lowered(x, i);
@@ -204,11 +217,16 @@ struct QueryConsumer {
 #if HAS_DROPOUT
       if (dropped[i / 32] >> i % 32 & 1) dp[i] = 0.f;
 #endif
-      dp[i] = exp2_fast(exponent(p, x, lse[r])) * (dp[i] - delta[r]);
+      const float weight = exp2_fast(exponent(p, x, lse[r]));
+      dp[i] = weight * (dp[i] - delta[r]);
 #if HAS_SOFTCAP
       if (OF_PRODUCTS) dp[i] *= tanh_grad;
 #endif
-      if (EDGE && x == -INFINITE) dp[i] = 0.f;  // values of masked keys may be NaN
+#if HAS_PROGRAM
+      if (OF_PRODUCTS && PROGRAM_SLOPE) dp[i] *= slope;
+      if (OF_PRODUCTS && PROGRAM_FACTORS == 3 && weight == 0.f) dp[i] = 0.f;  // beside any derivative
+#endif
+      if ((EDGE || is_masked) && x == -INFINITE) dp[i] = 0.f;  // values of masked keys may be NaN
     }
   }
 

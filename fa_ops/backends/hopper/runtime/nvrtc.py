@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from fa_ops.backends.hopper import programs
+from fa_ops.backends.hopper import backward_programs, programs
 from fa_ops.backends.hopper.runtime import cubin_cache, structs, wgmma
 
 ARCH = "sm_90a"
@@ -55,6 +55,7 @@ _ENTRY_FILES = {
     ("backward", "preprocess"): "backward_preprocess.cu",
     ("backward", "clip_ranges"): "backward_preprocess.cu",
     ("backward", "backward_queries"): "backward_queries.cu",
+    ("backward", "distance_gradient"): "backward_distances.cu",
     ("backward", "wide_keys"): "backward_wide.cu",
     ("backward", "wide_queries"): "backward_wide.cu",
     ("backward", "postprocess"): "backward_postprocess.cu",
@@ -85,7 +86,8 @@ def program(kind: str, entry: str, defines: dict[str, int | str]) -> Program:
     if "wgmma.cuh" in headers:
         headers["wgmma.cuh"] = wgmma.header(name, defines)
     if text:
-        headers["score_program.cuh"] = programs.header(text)
+        of = programs.header if kind == "forward" else backward_programs.header
+        headers["score_program.cuh"] = of(text)
     layouts = "".join(_layout_assertions(header) for header in headers)
     return Program(f'{source}#include "{name}"\n{layouts}', tuple(headers.items()))
 
