@@ -32,8 +32,9 @@ from fa_ops.ops import autocast, programmed
 from fa_ops.ops.eager import PublicFunction, run
 from fa_ops.programs import tiles
 from fa_ops.programs.expressions import BOOL, INT, Expressions, Node
+from fa_ops.programs.identity import identity_of
 from fa_ops.programs.program import TILE_SIZE, ScoreProgram, constants_of
-from fa_ops.programs.reader import identity_of, name_of, read
+from fa_ops.programs.reader import name_of, read
 from fa_ops.programs.splitting import Prologue, Split, split
 
 if TYPE_CHECKING:
@@ -302,7 +303,10 @@ def described(given: Arguments, factor: float = 1.0) -> FlexCall:
     found, tensors = _split_of(given, masks, table)
     if factor != 1.0:
         found = found.times(factor)
-    prologue = Prologue(found, tensors, given.sizes, given.dtype, given.query.device)
+    is_checked = tracing.can_read(*tensors)
+    prologue = Prologue(
+        found, tensors, given.sizes, given.dtype, given.query.device, is_checked=is_checked
+    )
     left, right, lower, upper = _bounds(given, found)
     operands = Operands(sinks=given.sinks, kv_lens=given.kv_lens)
     bias, mask, e = found.bias, found.dense_mask, found.expressions
@@ -471,7 +475,7 @@ def _states(block_mask: BlockMask, Sk: int) -> Tensor:
 class _KnownTable(NamedTuple):
     """The table of a BlockMask, None where it changes nothing, while tensors are as they were."""
 
-    sizes: tuple
+    key: tuple  # of the mask_mod and the sizes
     states: TensorStates
     table: _Table | None
 
@@ -486,10 +490,12 @@ def _table_of(given: Arguments, block_mask: BlockMask) -> _Table | None:
     """
     names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
     lists = [t for t in (getattr(block_mask, name) for name in names) if t is not None]
-    tensors = [*identity_of(block_mask.mask_mod).tensors, *lists]
-    is_known = tracing.can_read(*tensors, waiting=True) and not tracing.in_functorch()
+    identity = identity_of(block_mask.mask_mod)
+    key, tensors = (identity.key, given.sizes), [*identity.tensors, *lists]
+    is_known = identity.key is not None and tracing.can_read(*tensors, waiting=True)
+    is_known = is_known and not tracing.in_functorch()
     known = _tables.get(block_mask) if is_known else None
-    if known is not None and known.sizes == given.sizes and known.states.hold(tensors):
+    if known is not None and known.key == key and known.states.hold(tensors):
         return known.table
     table = _Table(_states(block_mask, given.sizes[3]), tuple(block_mask.BLOCK_SIZE))
     if not is_known:
@@ -497,7 +503,7 @@ def _table_of(given: Arguments, block_mask: BlockMask) -> _Table | None:
     blocks = table.states.shape[2] * table.states.shape[3]
     if blocks <= 2**20 and _is_proved(given, block_mask.mask_mod, table):
         table = None
-    _tables[block_mask] = _KnownTable(given.sizes, TensorStates(tensors), table)
+    _tables[block_mask] = _KnownTable(key, TensorStates(tensors), table)
     return table
 
 

@@ -7,18 +7,15 @@ values are never read. What depends on values, or is no function of single eleme
 
 from __future__ import annotations
 
-import builtins
-import functools
 import inspect
 import os
 import sys
-import types
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import SymFloat, SymInt, Tensor, fx
+from torch import SymFloat, SymInt, Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -269,18 +266,36 @@ class _Session(TorchFunctionMode):
 
     def _lowered(self, name: str, x: dict[str, Any], dtype: torch.dtype, given: dict) -> Node:
         type, rule = TYPES.get(dtype), _RULES.get(name)
-        call, name = _AtenCall(self.e, name, x, type, given), self.decomposed or name
+        call, base, name = _AtenCall(self.e, name, x, type, given), name, self.decomposed or name
         if type is None or rule is None:
             self.refuse(
                 f"calls {name.strip('_')}, which programs do not have; they have arithmetic, "
                 "comparisons, logic, where, and elementary functions"
             )
         try:
-            return rule(call)
+            node = rule(call)
+            return _wrapped(self.e, node, dtype) if base in _OVERFLOWING else node
         except ValueError as error:
             self.refuse(
                 f"calls {name.strip('_')} with arguments that programs do not have: {error}"
             )
+
+
+# Operations whose results may not fit the dtype of small integers.
+_OVERFLOWING = frozenset(
+    """
+    add sub mul rsub neg abs pow square bitwise_not __lshift__ bitwise_left_shift _to_copy to
+    """.split()
+)
+
+
+def _wrapped(e: Expressions, node: Node, dtype: torch.dtype) -> Node:
+    """An integer as it is in a dtype of fewer than 32 bits, in which torch wraps it around."""
+    if TYPES[dtype] != INT or dtype.itemsize > 2:
+        return node
+    low, size = torch.iinfo(dtype).min, 2 ** (8 * dtype.itemsize)
+    shifted = e.make("sub", node, e.constant(low, INT))
+    return e.make("add", e.make("mod", shifted, e.constant(size, INT)), e.constant(low, INT))
 
 
 def _dtype_of(x: SymInt | SymFloat) -> torch.dtype:
@@ -469,7 +484,7 @@ def _power(c: _AtenCall) -> Node:
             product = c.e.make("mul", product, x)
         return product
     if c.type == INT:
-        raise ValueError(f"an integer to the power {exponent}")
+        raise ValueError(f"an integer to the power {exponent}, cast it by .float()")
     return c.e.make("pow", c.node("self"), c.node("exponent"))
 
 
@@ -613,181 +628,3 @@ def _check_parameters(function: Callable, arguments: list, what: str, session: _
         names = ["score"] * (what == "score_mod") + ["b", "h", "q_idx", "kv_idx"]
         names += ["*buffers"] * (len(arguments) > len(names))
         session.refuse(f"must take ({', '.join(names)}): {error}", TypeError)
-
-
-# What a function depends on: the key by which its reading is kept, and its captured tensors.
-
-
-class Identity(NamedTuple):
-    """What tells one function from another, and the tensors that it may read, in order."""
-
-    key: tuple | None  # None: it has something whose value cannot be compared
-    tensors: tuple[Tensor, ...]
-
-
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, complex)
-_MOST_ITEMS = 256
-_OF_GRAPHS = ("placeholder", "call_function", "call_method", "output")
-
-
-class _Incomparable(Exception):
-    """A value that cannot be compared later."""
-
-
-def identity_of(function: Callable, buffers: Sequence[Tensor] = ()) -> Identity:
-    """The identity of a function: its code, numbers by value, tensors by dtype and shape."""
-    tensors: list[Tensor] = []
-    try:
-        parts = [_key(function, (), tensors, {}), *(_tensor_key(t, tensors) for t in buffers)]
-        key = tuple(parts)
-        hash(key)
-    except (_Incomparable, TypeError, RecursionError):
-        key = None
-    return Identity(key, tuple(tensors))
-
-
-def _tensor_key(t: Tensor, tensors: list[Tensor]) -> tuple:
-    at = next((i for i, x in enumerate(tensors) if x is t), None)
-    if at is not None:
-        return "again", at
-    tensors.append(t)
-    return "tensor", t.dtype, tuple(t.shape), t.device, t.requires_grad
-
-
-def _key(x: object, names: tuple[str, ...], tensors: list[Tensor], seen: dict) -> object:
-    """The key of a value; of an object the attributes with these names, which code mentions."""
-    if isinstance(x, Tensor):
-        return _tensor_key(x, tensors)
-    if isinstance(x, _PLAIN):
-        return type(x), repr(x) if isinstance(x, float) else x
-    if id(x) in seen:
-        return "again", seen[id(x)]
-    seen[id(x)] = len(seen)
-    if isinstance(x, types.FunctionType):
-        return _function_key(x, tensors, seen)
-    if isinstance(x, fx.GraphModule):
-        if any(node.op not in _OF_GRAPHS for node in x.graph.nodes):
-            raise _Incomparable  # it has constants, or modules
-        return "graph", x.code
-    if isinstance(x, types.MethodType):
-        inner = x.__func__
-        if not isinstance(inner, types.FunctionType):
-            raise _Incomparable
-        return (
-            "method",
-            _key(inner, (), tensors, seen),
-            _key(x.__self__, _names(inner.__code__), tensors, seen),
-        )
-    if isinstance(x, functools.partial):
-        parts = (x.func, *x.args, *x.keywords.values())
-        return (
-            "partial",
-            len(x.args),
-            tuple(x.keywords),
-            *(_key(y, (), tensors, seen) for y in parts),
-        )
-    if isinstance(x, tuple | list):
-        if len(x) > _MOST_ITEMS:
-            raise _Incomparable
-        return type(x), tuple(_key(y, names, tensors, seen) for y in x)
-    if isinstance(x, dict):
-        if len(x) > _MOST_ITEMS:
-            raise _Incomparable
-        return dict, tuple(
-            (_key(k, (), tensors, seen), _key(y, names, tensors, seen)) for k, y in x.items()
-        )
-    if isinstance(x, types.BuiltinFunctionType | type) or _is_library(x):
-        return "library", id(x)
-    if _is_of_the_standard_library(x):
-        raise _Incomparable
-    return _object_key(x, names, tensors, seen)
-
-
-def _is_of_the_standard_library(x: object) -> bool:
-    """Whether it is an object with a state that cannot be seen, such as an `itemgetter`."""
-    module = type(x).__module__
-    return callable(x) and module != "builtins" and module in sys.stdlib_module_names
-
-
-def _is_library(x: object) -> bool:
-    """Whether it belongs to torch, Python or this package, and does not change.
-
-    A function that a call of these has made may capture anything, such as what torch's `and_masks`
-    returns.
-    """
-    if isinstance(x, types.FunctionType) and "<locals>" in x.__qualname__:
-        return False
-    if _is_of_the_standard_library(x):
-        return False
-    name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None) or ""
-    root = name.split(".")[0]
-    is_callable = isinstance(x, types.ModuleType) or callable(x)
-    return (
-        is_callable
-        and (root in ("torch", "fa_ops") or root in sys.stdlib_module_names)
-        and not (isinstance(x, torch.nn.Module) or root == "__main__")
-    )
-
-
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The names of globals and attributes that code mentions, inner functions included."""
-    names = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= dict.fromkeys(_names(constant))
-    return tuple(names)
-
-
-def _function_key(f: types.FunctionType, tensors: list[Tensor], seen: dict) -> tuple:
-    if _is_library(f):
-        return "library", id(f)
-    names = _names(f.__code__)
-    given = []
-    for cell in f.__closure__ or ():
-        try:
-            given.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            given.append(None)
-    given += [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
-    found = [_key(x, names, tensors, seen) for x in given]
-    for name in names:
-        if name in f.__globals__:
-            found.append((name, _key(f.__globals__[name], names, tensors, seen)))
-        elif not hasattr(builtins, name):
-            found.append((name, None))
-    return "function", f.__code__, tuple(found)
-
-
-def _object_key(x: object, names: tuple[str, ...], tensors: list[Tensor], seen: dict) -> tuple:
-    """An object by its type and those attributes that the code mentions."""
-    own = dict(vars(x)) if hasattr(x, "__dict__") else {}
-    if isinstance(x, torch.nn.Module):
-        own |= x._parameters | x._buffers | x._modules
-    if type(x).__call__ is not types.MethodType and "__call__" in vars(type(x)):
-        names += _names(vars(type(x))["__call__"].__code__)
-    found = []
-    for name in names:
-        if name in own:
-            found.append((name, _key(own[name], names, tensors, seen)))
-            continue
-        attribute = next((vars(c)[name] for c in type(x).__mro__ if name in vars(c)), None)
-        if isinstance(attribute, property):
-            attribute = attribute.fget
-        if isinstance(attribute, types.FunctionType) and not _is_library(attribute):
-            found.append(
-                (
-                    name,
-                    _key(attribute, (), tensors, seen),
-                    _object_key(
-                        x,
-                        tuple(n for n in _names(attribute.__code__) if n not in names),
-                        tensors,
-                        seen,
-                    ),
-                )
-            )
-        elif attribute is not None:
-            found.append((name, _key(attribute, names, tensors, seen)))
-    if not own and not found and not isinstance(x, types.ModuleType):
-        raise _Incomparable  # something of C, or with slots
-    return "object", type(x), tuple(found)

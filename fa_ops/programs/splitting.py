@@ -483,9 +483,10 @@ class Prologue:
 
     def __init__(
         self, split: Split, tensors: Sequence[Tensor], sizes: tuple[int, int, int, int],
-        dtype: torch.dtype, device: torch.device,
+        dtype: torch.dtype, device: torch.device, is_checked: bool = False,
     ) -> None:  # fmt: skip
         self.split, self.tensors, self.sizes = split, tensors, sizes
+        self.is_checked = is_checked  # whether values may be read
         self.dtype, self.device = dtype, device
 
     def _range(self, *bounds: int) -> Tensor:
@@ -561,7 +562,22 @@ class Prologue:
         value = value.flatten(-2) if term.domain == BLOCKS else value
         if before or behind:
             value = torch.nn.functional.pad(value, (before, behind))
-        return value if term.type == FLOAT else value.to(torch.int32)
+        return value if term.type == FLOAT else self._narrow(value, node)
+
+    def _narrow(self, value: Tensor, node: Node) -> Tensor:
+        """Integers as kernels have them."""
+        is_wide = any(
+            n.op == "load" and self.tensors[n.value].dtype == torch.int64 for n in order(node)
+        )
+        if self.is_checked and is_wide and value.numel():
+            limits = torch.iinfo(torch.int32)
+            for extreme in map(int, value.aminmax()):
+                if not limits.min <= extreme <= limits.max:
+                    raise ValueError(
+                        f"{self.split.name} needs integers of 32 bits, got {extreme}: subtract "
+                        "what all elements have in common from the captured tensor"
+                    )
+        return value.to(torch.int32)
 
     def packed_terms(self) -> tuple[Tensor | None, Tensor | None]:
         """The tensors of float terms and of int terms."""

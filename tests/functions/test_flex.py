@@ -293,6 +293,61 @@ def test_captured_values_are_read_anew():
     assert torch.equal(attend(torch.ones(f.H), 0.0), before)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads", "Sq"), [(1, 1), (2, 5)])
+def test_scores_that_are_all_a_captured_tensor(heads, Sq, backend):
+    """Masks are not written into the tensor, and one number may be all scores of a column."""
+    q, k, v = (torch.randn(1, heads, n, 8) for n in (Sq, 7, 7))
+    t = torch.randn(7, requires_grad=True)
+    before, keep = t.detach().clone(), torch.arange(7) % 3 != 0
+    out = fa_ops.flex_attention(
+        q, k, v, lambda s, b, h, i, j: t[j], mask_mod=lambda b, h, i, j: keep[j], backend=backend
+    )
+    expected = (torch.softmax(t.masked_fill(~keep, -torch.inf), 0) @ v).unsqueeze(2)
+    expected = expected.expand(out.shape)
+    torch.testing.assert_close(out, expected)
+    found, wanted = (torch.autograd.grad(x.square().sum(), t)[0] for x in (out, expected))
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(t, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_small_integers_wrap_around(dtype):
+    q, k, v = tensors(torch.float32, grad=False)
+    info = torch.iinfo(dtype)
+    t = torch.randint(info.min, info.max + 1, (f.S,), dtype=dtype)
+    functions = (
+        lambda b, h, i, j: t[i] - t[j] < 20,
+        lambda b, h, i, j: (t[i] * t[j] + 100 > 50) | (-t[i] < ~t[j]),
+        lambda b, h, i, j: (7 * i - 300 * j).to(dtype) < 20,
+    )
+    for mask_mod in functions:
+        out = fa_ops.flex_attention(q, k, v, mask_mod=mask_mod)
+        torch.testing.assert_close(out, dense(q, k, v, mask_mod=mask_mod))
+
+
+def test_captured_integers_above_32_bits_are_refused():
+    """Times in milliseconds, for one."""
+    q, k, v = tensors(torch.float32, grad=False)
+    times = 1_700_000_000_000 + torch.arange(f.S)
+    with pytest.raises(ValueError, match=r"needs integers of 32 bits, got 1700000000000: subtract"):
+        fa_ops.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: times[i] - times[j] < 9)
+    out = fa_ops.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: times[i] >= 0)
+    torch.testing.assert_close(out, fa_ops.attention(q, k, v))
+
+
+def test_a_block_mask_whose_function_reads_another_number_is_compared_anew():
+    q, k, v = (torch.randn(1, 1, 256, 8) for _ in range(3))
+    numbers = [3]
+    block_mask = torch_flex.create_block_mask(
+        lambda b, h, i, j: i - j < numbers[0], None, None, 256, 256, device="cpu"
+    )
+    fa_ops.flex_attention(q, k, v, None, block_mask)
+    numbers[0] = -128  # the lists have one full block more
+    given = flex.Arguments(q, k, v, None, block_mask)
+    assert flex._table_of(given, block_mask) is not None
+
+
 def test_a_function_is_read_once(monkeypatch):
     q, k, v = tensors(torch.float32, grad=False)
     reads, read = [], flex.read

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import operator
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +21,9 @@ from fa_ops.programs.expressions import (
     domains,
     linear_forms,
 )
+from fa_ops.programs.identity import identity_of
 from fa_ops.programs.program import ScoreProgram, parse
-from fa_ops.programs.reader import identity_of, read
+from fa_ops.programs.reader import read
 from fa_ops.programs.splitting import Prologue, split
 from tests.programs import functions as f
 
@@ -239,6 +242,105 @@ def test_a_global_number_is_part_of_the_identity():
     first = identity_of(space["mask"]).key
     space["N"] = 4
     assert identity_of(space["mask"]).key != first
+
+
+def of_holder(holder, i, j):
+    return i - j < holder.window
+
+
+def of_itself(b, h, i, j):
+    return i - j < of_itself.window
+
+
+def ways_to_a_number() -> dict[str, tuple]:
+    """Functions, and what changes the number that they read."""
+
+    class Base:
+        window = 3
+
+        def __call__(self, b, h, i, j):
+            return i - j < self.read()
+
+        def read(self):
+            return self.window
+
+        @classmethod
+        def of_class(cls):
+            return cls.window
+
+        def __getitem__(self, name):
+            return self.entries[name]
+
+        def __int__(self):
+            return self.window
+
+        tripled = property(lambda self: 3 * self.window)
+
+    class Derived(Base):
+        pass
+
+    class Lazy:
+        def __init__(self):
+            self._found = {"window": 3}
+
+        def __getattr__(self, name):
+            return self.__dict__["_found"][name]
+
+    x, lazy, space, numbers = Derived(), Lazy(), SimpleNamespace(window=3), [3]
+    x.window, x.entries, of_itself.window = 3, {"window": 3}, 3
+    modules = torch.nn.ModuleList([torch.nn.LeakyReLU(0.1)])
+    modules[0].window, leaky, first = 3, modules[0], numbers.__getitem__
+    now = contextvars.ContextVar("now", default=3)
+
+    def set_window(holder):
+        return lambda: setattr(holder, "window", 4)
+
+    return {
+        "class": (lambda b, h, i, j: i - j < Derived.window, set_window(Base)),
+        "class method": (lambda b, h, i, j: i - j < Derived.of_class(), set_window(Base)),
+        "inherited call": (x, set_window(x)),
+        "called object": (lambda b, h, i, j: x(b, h, i, j), set_window(x)),
+        "property": (lambda b, h, i, j: i - j < x.tripled, set_window(x)),
+        "operation": (lambda b, h, i, j: i - j < int(x), set_window(x)),
+        "element": (lambda b, h, i, j: i - j < x["window"], lambda: x.entries.update(window=4)),
+        "getattr": (lambda b, h, i, j: i - j < getattr(space, "window"), set_window(space)),  # noqa: B009
+        "handed on": (lambda b, h, i, j: of_holder(space, i, j), set_window(space)),
+        "function": (of_itself, set_window(of_itself)),
+        "made": (lambda b, h, i, j: i - j < lazy.window, lambda: lazy._found.update(window=4)),
+        "bound in C": (lambda b, h, i, j: i - j < first(0), lambda: numbers.__setitem__(0, 4)),
+        "module in a list": (lambda b, h, i, j: i - j < modules[0].window, set_window(leaky)),
+        "module of torch": (
+            lambda s, b, h, i, j: leaky(s),
+            lambda: setattr(leaky, "negative_slope", 0.2),
+        ),
+        "context": (lambda b, h, i, j: i - j < now.get(), lambda: now.set(4)),
+    }
+
+
+@pytest.mark.parametrize("way", ways_to_a_number())
+def test_a_number_is_part_of_the_identity_however_it_is_read(way):
+    function, change = ways_to_a_number()[way]
+    first = identity_of(function).key
+    assert first == identity_of(function).key and (first is None) == (way == "context")
+    change()
+    assert first is None or identity_of(function).key != first
+
+
+def test_attributes_that_functions_do_not_read_are_no_part_of_the_identity():
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project, self.window = torch.nn.Linear(4, 4), 3
+
+        def forward(self, x):
+            self.project(x)
+            return lambda b, h, i, j: i - j < self.window
+
+    attention = Attention()
+    mask = attention(torch.randn(1, 4))
+    first = identity_of(mask)
+    attention.steps = 1
+    assert first == identity_of(mask) and first.key is not None and first.tensors == ()
 
 
 # Text.

@@ -282,7 +282,10 @@ class Scores:
         if self.program is not None and self.program.score is not None:
             capped = s
             (value,) = self.elements(tile.rows, tile.cols, s).evaluate(self.program.score)
-            s = value.expand(self.slab.unfold(s).shape).reshape(s.shape)
+            shape = self.slab.unfold(s).shape
+            if value.shape != shape or self.program.score.op == "term":  # which is not ours
+                value = value.expand(shape).clone(memory_format=torch.contiguous_format)
+            s = value.reshape(s.shape)
         if self.cap:
             capped = torch.tanh(s, out=self.problem.buffer("capped", *s.shape))
             torch.mul(capped, self.cap, out=s)
