@@ -28,6 +28,7 @@ from fa_ops.call.call import Saved
 from fa_ops.plans import dispatch
 from fa_ops.testing import Arena, CacheCase, QuantizedCase, assert_right, make_case, random_calls
 from fa_ops.testing.allocators import poisoned_memory
+from fa_ops.testing.tangents import assert_tangents_close, tangents_refusal
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_PRINTED = 20  # failures that are printed; the JSON file holds all of them
@@ -66,13 +67,22 @@ def run(
     arena: Annotated[
         bool, typer.Option("--arena", help="only edge cases, in memory with checked margins")
     ] = False,
+    tangents: Annotated[
+        bool,
+        typer.Option(
+            "--tangents", help="those of results and gradients, of dense and packed calls"
+        ),
+    ] = False,
 ) -> None:
     """Compare random calls, forward and backward, with the fp64 oracle; fail if one differs."""
-    dtypes, kinds = options.words(dtype), KINDS
+    if tangents and arena:
+        raise typer.BadParameter("--tangents has no --arena: it compares ordinary calls alone")
+    dtypes, kinds = options.words(dtype), DIFFERENTIATED if tangents else KINDS
     if kind:
-        kinds = tuple(options.one_of("--kind", options.words(kind), random_calls.KINDS))
+        known = DIFFERENTIATED if tangents else random_calls.KINDS
+        kinds = tuple(options.one_of("--kind", options.words(kind), known))
     targets = [
-        target._replace(kinds=kinds)
+        target._replace(kinds=kinds, tangents=tangents)
         for target in _targets(options.words(backend), device, dtypes, arena)
     ]
     if case is not None:
@@ -150,7 +160,9 @@ def command(outcome: Outcome) -> str:
     """The command that repeats a single case."""
     target = outcome.target
     options = f"--backend {target.backend} --device {target.device}" + " --arena" * target.arena
-    options += f" --kind {','.join(target.kinds)}" * (target.kinds != KINDS)
+    options += " --tangents" * target.tangents
+    usual = DIFFERENTIATED if target.tangents else KINDS
+    options += f" --kind {','.join(target.kinds)}" * (target.kinds != usual)
     return f"python -m fa_ops fuzz {options} --seed {outcome.family} --case {outcome.case}"
 
 
@@ -230,6 +242,7 @@ class Tally:
 
 # repeated over the numbers of families
 KINDS = ("dense", "packed", "selected", "cached", "dense", "quantized")
+DIFFERENTIATED = ("dense", "packed")  # those whose results and gradients have tangents
 MAX_DRAWS = 2000  # draws that a backend may refuse before the search for a valid one fails
 
 
@@ -241,6 +254,7 @@ class Target(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     arena: bool = False  # draw edge cases only, and check margins around all tensors
     kinds: tuple[str, ...] = KINDS  # of the families, in turn
+    tangents: bool = False  # compare those of results and gradients, in place of themselves
 
 
 class Outcome(NamedTuple):
@@ -282,6 +296,8 @@ def _outcome(target: Target, number: int, index: int, family: random_calls.Famil
     try:
         case = _case_of(target, number, index, family)
         result = result._replace(features=random_calls.features(case))
+        if target.tangents:
+            return result._replace(gradients=assert_tangents_close(case, target.backend))
         arena = Arena() if target.arena else None
         repeated = target.arena or index % 4 == 0
         gradients = has_gradients(target.backend, case)
@@ -319,9 +335,12 @@ def family_of(target: Target, number: int) -> random_calls.Family:
         kind = "dense"
     for attempt in range(MAX_DRAWS):
         pick = random.Random(f"{number}.{attempt}").choice
-        family = random_calls.family(pick, kind, target.dtypes, True if target.arena else None)
+        edges = False if target.tangents else True if target.arena else None
+        family = random_calls.family(pick, kind, target.dtypes, edges)
         case = family.case(pick, target.device)
         reason = refusal(target.backend, case)
+        if target.tangents and reason is None:
+            reason = tangents_refusal(case.fresh().changed(backend=target.backend))
         if reason is None:
             return family
     raise LookupError(

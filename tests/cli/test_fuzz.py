@@ -74,6 +74,26 @@ def test_failures_are_found_and_repeated_by_the_printed_command(monkeypatch):
     assert invoke(*lines[0].split()).exit_code == 0
 
 
+def test_wrong_tangents_are_found(monkeypatch):
+    options = "--backend cpu --device cpu --tangents --cases 4 --each 2 --workers 0".split()
+    result = invoke(*options)
+    assert result.exit_code == 0 and "4 of 4 cases" in result.output, result.output
+    right = cpu.tangents_of
+
+    def wrong(call):
+        results = right(call)
+        if not call.is_backward:
+            results[1][..., -1] += 1.0  # of lse
+        return results
+
+    monkeypatch.setattr(cpu, "tangents_of", wrong)
+    planning.forget()
+    result = invoke(*options)
+    assert result.exit_code == 1 and ": tangent of lse: " in result.output
+    assert re.search(r"^failed: .* --device cpu --tangents --seed \d+ --case", result.output, re.M)
+    assert "--tangents has no --arena" in invoke(*options, "--arena").output.replace("\n", " ")
+
+
 def test_a_number_always_selects_the_same_case():
     first, second = (
         [(o.kind, o.features) for o in outcomes(FuzzRun(CPU, 3, 0, 4))] for _ in range(2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fa_ops.testing import PackedCase, make_case
-from tests.tangents import assert_tangents_close
+from fa_ops.testing.tangents import assert_tangents_close
 
 SIZES = {"B": 1, "Hq": 2, "Hkv": 1, "Sq": 40, "Sk": 70, "D": 16, "Dv": 16}
 CASES = {

@@ -23,14 +23,14 @@ from fa_ops.ops import dense, library, varlen
 from fa_ops.ops import derivatives as operators
 from fa_ops.plans import dispatch
 from fa_ops.testing import make_case, naive
-from tests.ops.cases import CASES, dense_call, packed_call, packed_case, saved_by
-from tests.tangents import (
+from fa_ops.testing.tangents import (
     assert_tangents_close,
     derivatives,
     drawn_tangents,
     error,
     with_saved,
 )
+from tests.ops.cases import CASES, dense_call, packed_call, packed_case, saved_by
 
 SEED = torch.tensor([12345])
 SIZES = {"q": (1, 2, 4, 3), "k": (1, 1, 5, 3), "v": (1, 1, 5, 2), "bias": (1, 1, 4, 5), "s": (2,)}
