@@ -43,6 +43,7 @@ class BackwardProgram(NamedTuple):
     changes_scores: bool  # by more than what they all have in common for a query
     key_sums: tuple[int, ...]  # terms whose gradients the pass over keys sums
     distance_sum: int | None  # the term of distances of which it does
+    keeps_factors: bool  # whether one of the derivatives by terms depends on the score
     # terms of queries, or of all scores, and the derivative of the log-sum-exps by each
     row_grads: tuple[tuple[int, float], ...]
     error: str | None  # why the kernels do not have it
@@ -50,7 +51,8 @@ class BackwardProgram(NamedTuple):
     @property
     def keeps_registers(self) -> bool:
         """Whether threads hold numbers beside scores while they compute gradients."""
-        return self.factors >= PACKED or bool(self.key_sums) or self.distance_sum is not None
+        sums = len(self.key_sums) + 2 * (self.keeps_factors or self.distance_sum is not None)
+        return self.factors >= PACKED or sums > 1
 
 
 def header(text: str) -> str:
@@ -109,7 +111,7 @@ def backward_program(text: str) -> BackwardProgram:
     header += "".join(f"#define PROGRAM_{n} {x}\n" for n, x in macros.items())
     return BackwardProgram(
         header, program.mask is not None, kind, changed is not None, tuple(sums),
-        distances[0] if distances else None, tuple(row_grads), error,
+        distances[0] if distances else None, kept is not None, tuple(row_grads), error,
     )  # fmt: skip
 
 

@@ -241,7 +241,7 @@ struct BackwardConsumer : KeyConsumerBase {
     Program program;
     ProgramFactors<SCORES> factors;
     TermFactors<SCORES> of_term;
-    read_terms(program, h, m);
+    if (PROGRAM_HAS_SCORE) read_terms(program, h, m);  // early, for the same reason
 #endif
     mbar_wait(barrier(sm.q_full, i), ring.phase);
     score_product<HEAD_FEATURES>(s, keys(), queries);
@@ -251,7 +251,7 @@ struct BackwardConsumer : KeyConsumerBase {
     wgmma_wait<1>();
     fence_operand(s);
 #if HAS_PROGRAM
-    apply_program(program, s, factors, of_term, m);
+    apply_program(program, s, factors, of_term, h, m);
 #endif
     float tanh_grad[SCORES];
     apply_softcap(s, tanh_grad);
@@ -263,15 +263,15 @@ struct BackwardConsumer : KeyConsumerBase {
     wgmma_wait<0>();
     fence_operand(dp);
     gradient_product(dv, w, grads);
+#if HAS_PROGRAM
+    const u32 delta = slot_at<ROW_BYTES>(sm.delta, i);
+    float diagonals[DIAGONALS];
+    if (SUMS_TERMS && (edge || masks()))
+      program_gradients<true>(program, s, dp, delta, factors, of_term, diagonals);
+    else program_gradients<false>(program, s, dp, delta, factors, of_term, diagonals);
+#else
     score_gradients(slot_at<ROW_BYTES>(sm.delta, i));
     multiply_by_softcap_grad(dp, tanh_grad);
-#if HAS_PROGRAM
-    add_to_terms(program, s, dp, of_term, edge);
-#if PROGRAM_DISTANCE_SUMS
-    float diagonals[DIAGONALS];
-    add_diagonals(program, s, dp, edge, diagonals);
-#endif
-    multiply_by_slopes(program, s, dp, factors);
 #endif
     pack_fragments(ds, dp);
 #if ADDS_DQ

@@ -14,6 +14,11 @@ struct KeyConsumerBase {
 #if HAS_ALIBI
   AlibiRows alibi;
 #endif
+#if HAS_PROGRAM
+  // Addresses and values of a head, in registers unless factors take these.
+  static constexpr bool HOLDS_TILE = PROGRAM_FACTORS < 2 && PROGRAM_KEPT_FACTOR < 0;
+  ProgramTile tile_of_head;
+#endif
   bool is_full;  // with SKIPS_TILES: the mask keeps all of this step's block
 #if PROGRAM_DISTANCE_SUMS
   // The gradient of the term of distances, of one distance: that of query `diagonal` from this consumer's
@@ -115,10 +120,12 @@ struct KeyConsumerBase {
 
 #if HAS_PROGRAM
   typedef BlockProgram<true, SCORES> Program;
+  static constexpr bool SUMS_TERMS = PROGRAM_KEY_SUMS || SUMS_DISTANCES;
+  static constexpr int DIAGONALS = SCORES / 2 + 2;  // of a thread's scores
 
-  // Reads a step's terms early, for the same reason as the mask.
   DEVICE void read_terms(Program& x, int h, int m) const {
-    x.read(p.program.inputs, t.b, h, m * BLOCK_M + (lane & 3) * 2, t.n0 + key);
+    const ProgramTile tile = HOLDS_TILE ? tile_of_head : program_tile(p.program.inputs, t.b, h);
+    x.read(tile, m * BLOCK_M + (lane & 3) * 2, t.n0 + key);
   }
 
   // Whether the program's mask may exclude keys of this step's block.
@@ -126,8 +133,8 @@ struct KeyConsumerBase {
 
   // Applies the program to the scores. `factors`: the derivatives by them, and `of_term` by a term, where
   // these are kept.
-  DEVICE void apply_program(const Program& x, float (&s)[SCORES], ProgramFactors<SCORES>& factors,
-                            TermFactors<SCORES>& of_term, int m) const {
+  DEVICE void apply_program(Program& x, float (&s)[SCORES], ProgramFactors<SCORES>& factors,
+                            TermFactors<SCORES>& of_term, int h, int m) const {
     if (PROGRAM_HAS_SCORE) {
 #pragma unroll
       for (int i = 0; i < SCORES; i += 2) {
@@ -143,37 +150,57 @@ struct KeyConsumerBase {
       }
     }
     if (masks()) {
+      if (!PROGRAM_HAS_SCORE) read_terms(x, h, m);
 #pragma unroll
       for (int i = 0; i < SCORES; i++)
         if (!x.keeps(i)) s[i] = -INFINITE;
     }
   }
 
-  // Adds the gradients of scores to those of terms; `s` are the weights.
-  template <int N = 0>
-  DEVICE void add_to_terms([[maybe_unused]] const Program& x, [[maybe_unused]] const float (&s)[SCORES],
-                           [[maybe_unused]] const float (&grads)[SCORES],
-                           [[maybe_unused]] const TermFactors<SCORES>& kept, [[maybe_unused]] bool edge) {
+  // The gradients of the products in place of dP, of the weights `s`. Those of the changed scores are added
+  // to those of terms, on the way: of keys, of all scores, and along the diagonals of this thread's scores.
+  // Those of masked keys, whose values may be NaN, are left out with HAS_MASKED.
+  template <bool HAS_MASKED>
+  DEVICE void program_gradients(const Program& x, const float (&s)[SCORES], float (&dp)[SCORES], u32 delta,
+                                [[maybe_unused]] const ProgramFactors<SCORES>& factors,
+                                [[maybe_unused]] const TermFactors<SCORES>& of_term,
+                                [[maybe_unused]] float (&diagonals)[DIAGONALS]) {
+    const u32 row = opaque(delta + (lane & 3) * 8);
+#pragma unroll
+    for (int i = 0; i < SUMS_DISTANCES * DIAGONALS; i++) diagonals[i] = 0.f;
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+      const float2 d = deltas(row + i * 8);
+#pragma unroll
+      for (int e = i; e < i + 4; e++) {
+        const float y = score_gradient(s[e], dp[e], e & 1 ? d.y : d.x);
+        const bool has_weight = s[e] != 0.f;
+        dp[e] = y;
 #if PROGRAM_KEY_SUMS
-    constexpr int FACTOR = PROGRAM_SUM_FACTORS[N];
-    constexpr bool IS_KEPT = FACTOR == PROGRAM_KEPT_FACTOR;
-    auto add = [&](int i, bool is_masked) {
-      const float y = grads[i] * (IS_KEPT ? kept.get(i) : x.factor(FACTOR, 0.f, i));
-      term_sums[N][i >> 1 & 1] += is_masked ? 0.f : y;
-    };
-    if (IS_KEPT && PROGRAM_HAS_POLES || edge || masks()) {  // values of masked keys may be NaN
 #pragma unroll
-      for (int i = 0; i < SCORES; i++) add(i, s[i] == 0.f);
-    } else {
-#pragma unroll
-      for (int i = 0; i < SCORES; i++) add(i, false);
-    }
-    if constexpr (N + 1 < PROGRAM_KEY_SUMS) add_to_terms<N + 1>(x, s, grads, kept, edge);
+        for (int n = 0; n < PROGRAM_KEY_SUMS; n++) {
+          const int grad = PROGRAM_SUM_FACTORS[n];
+          const bool is_kept = grad == PROGRAM_KEPT_FACTOR;
+          const float z = y * (is_kept ? of_term.get(e) : x.factor(grad, 0.f, e));
+          // beside any derivative
+          term_sums[n][e >> 1 & 1] += has_weight || !(HAS_MASKED || (is_kept && PROGRAM_HAS_POLES)) ? z : 0.f;
+        }
 #endif
+#if PROGRAM_DISTANCE_SUMS
+        const float z = y * x.factor(PROGRAM_DISTANCE_FACTOR, 0.f, e);
+        diagonals[(e / 4 + 1 - (e >> 1 & 1)) * 2 + (e & 1)] += has_weight || !HAS_MASKED ? z : 0.f;
+#endif
+#if PROGRAM_FACTORS == 1
+        dp[e] *= x.slope(0.f, e);
+#elif PROGRAM_FACTORS
+        dp[e] *= factors.get(e);
+        if (PROGRAM_FACTORS == 3 && !has_weight) dp[e] = 0.f;  // beside any derivative
+#endif
+      }
+    }
   }
 
 #if PROGRAM_DISTANCE_SUMS
-  static constexpr int DIAGONALS = SCORES / 2 + 2;  // of a thread's scores
   static_assert(BLOCK_M == 64, "a distance of each thread");
 
   DEVICE u32 own_diagonals() const { return sm.diagonals + first / 16 * WARP_DIAGONALS * 4; }
@@ -181,24 +208,6 @@ struct KeyConsumerBase {
   DEVICE void clear_diagonals() {
     for (int i = tid; i < WARP_DIAGONALS; i += 128)
       store_shared(own_diagonals() + i * 16, make_int4(0, 0, 0, 0));
-  }
-
-  // Adds the gradients of scores along diagonals, all of whose distances are equal.
-  DEVICE void add_diagonals(const Program& x, const float (&s)[SCORES], const float (&grads)[SCORES],
-                            bool edge, float (&sums)[DIAGONALS]) const {
-#pragma unroll
-    for (int i = 0; i < DIAGONALS; i++) sums[i] = 0.f;
-    auto add = [&](int i, bool is_masked) {
-      const float y = grads[i] * x.factor(PROGRAM_DISTANCE_FACTOR, 0.f, i);
-      sums[(i / 4 + 1 - (i >> 1 & 1)) * 2 + (i & 1)] += is_masked ? 0.f : y;
-    };
-    if (edge || masks()) {  // values of masked keys may be NaN
-#pragma unroll
-      for (int i = 0; i < SCORES; i++) add(i, s[i] == 0.f);
-    } else {
-#pragma unroll
-      for (int i = 0; i < SCORES; i++) add(i, false);
-    }
   }
 
   // Moves on to the block of queries from `query` on, and writes the distances that are complete.
@@ -229,35 +238,21 @@ struct KeyConsumerBase {
     named_barrier_sync(Barrier::WARPGROUP + first / 64, 128);
     move_diagonals(h, m * 64);
     const int from = diagonal - diagonals;  // the column of the first warp's first row
+    float found[4];  // of each warp, without branches, so that all loads are in flight at once
 #pragma unroll
     for (int w = 0; w < 4; w++) {
-      const int column = from + 16 * w;
-      if (column < -15 || column > 63) continue;
+      const int column = max(-15, min(from + 16 * w, 63));
       const u32 at = own + (w * WARP_DIAGONALS + column + 16) * 4;
+      float x[8];
 #pragma unroll
-      for (int b = 0; b < 8; b++) diagonal_sum += load_shared<float>(at + b * (DIAGONAL_ROW + 1) * 4);
+      for (int b = 0; b < 8; b++) x[b] = load_shared<float>(at + b * (DIAGONAL_ROW + 1) * 4);
+      found[w] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
     }
+#pragma unroll
+    for (int w = 0; w < 4; w++)
+      if (from + 16 * w >= -15 && from + 16 * w <= 63) diagonal_sum += found[w];
   }
 #endif
-
-  // Turns gradients of changed scores into those of the scores, in place.
-  DEVICE void multiply_by_slopes(const Program& x, [[maybe_unused]] const float (&s)[SCORES],
-                                 float (&grads)[SCORES], const ProgramFactors<SCORES>& factors) const {
-#if PROGRAM_FACTORS == 1
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) grads[i] *= x.slope(0.f, i);
-#elif PROGRAM_FACTORS
-#pragma unroll
-    for (int i = 0; i < SCORES; i += 2) {
-      const float2 y = factors.get(i);
-      grads[i] *= y.x, grads[i + 1] *= y.y;
-      if (PROGRAM_FACTORS == 3) {  // a score without weight may have any derivative
-        if (s[i] == 0.f) grads[i] = 0.f;
-        if (s[i + 1] == 0.f) grads[i + 1] = 0.f;
-      }
-    }
-#endif
-  }
 
   // Writes the sums of terms and begins new ones; BY_HEAD those that differ by head, else the others.
   template <bool BY_HEAD> DEVICE void write_term_sums([[maybe_unused]] int h) {
@@ -356,6 +351,9 @@ struct KeyConsumerBase {
         const Alibi x = alibi_of(p, h, t.b, t.keys - p.Sq, p.positions + p.Sq, min(j, p.Sk - 1));
         alibi.slope[r] = x.slope, alibi.column[r] = j - x.shift;
       }
+#endif
+#if HAS_PROGRAM
+      if (HOLDS_TILE) tile_of_head = program_tile(p.program.inputs, t.b, h);
 #endif
 #if PROGRAM_DISTANCE_SUMS
       begin_diagonals(t.first);

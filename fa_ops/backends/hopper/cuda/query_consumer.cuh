@@ -185,7 +185,7 @@ struct QueryConsumer {
 #endif
 #if HAS_PROGRAM
     BlockProgram<false, ROW_SCORES> program;
-    program.read(p.program.inputs, t.b, t.h, row(0), n0 + (lane & 3) * 2);
+    program.read(program_tile(p.program.inputs, t.b, t.h), row(0), n0 + (lane & 3) * 2);
     const bool is_masked = PROGRAM_HAS_MASK && !(SKIPS_TILES && is_full);
 #else
     constexpr bool is_masked = false;

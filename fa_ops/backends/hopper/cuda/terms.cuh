@@ -15,9 +15,9 @@ template <int SCORES> struct ProgramFactors {
     if (PACKED) x[i / 2] = pack_f16(a, b);
     else x[i] = __float_as_int(a), x[KEPT && !PACKED ? i + 1 : 0] = __float_as_int(b);
   }
-  DEVICE float2 get(int i) const {
-    if (PACKED) return unpack_f16(x[i / 2]);
-    return make_float2(__int_as_float(x[i]), __int_as_float(x[i + 1]));
+  DEVICE float get(int i) const {
+    if (!PACKED) return __int_as_float(x[i]);
+    return i & 1 ? unpack_f16(x[i / 2]).y : unpack_f16(x[i / 2]).x;
   }
 };
 
@@ -38,8 +38,8 @@ template <bool TRANSPOSED, int SCORES> struct BlockProgram {
   ProgramColumn columns[TRANSPOSED ? 2 : SCORES / 2];
 
   // Of the scores from that of query `q` and key `k` on.
-  DEVICE void read(const ProgramInputs& p, int b, int h, int q, int k) {
-    t = program_tile(p, b, h), x = program_block(t, q, k);
+  DEVICE void read(const ProgramTile& tile, int q, int k) {
+    t = tile, x = program_block(t, q, k);
     if (TRANSPOSED) {
 #pragma unroll
       for (int i = 0; i < SCORES / 2; i += 2) program_rows(x, i * 4, rows[i], rows[i + 1]);
