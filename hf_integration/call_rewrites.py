@@ -15,10 +15,11 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from fa_ops.call.options import MAX_HEAD_DIM, MAX_SELECTED_GRADIENT_DIM
 from hf_integration import encodings, key_ranges
 from hf_integration.encodings import MaskArguments, PackingHint
 from hf_integration.host_reads import PerTensorCache, is_readable
-from hf_integration.operators import Documents, LayerCall, any_requires_grad, is_step
+from hf_integration.operators import Documents, LayerCall, any_requires_grad, head_dim, is_step
 
 Rewrite = Callable[[nn.Module, LayerCall], LayerCall]
 
@@ -94,7 +95,7 @@ def with_selected_keys(layer: nn.Module, call: LayerCall) -> LayerCall:
         lists = _kept_tokens(lists, mask.attn_mask)
     if mask.kv_lens is not None:
         mask = mask.without_lens()
-    if call.query.is_cuda:  # where tokens listed twice would count twice
+    if call.query.is_cuda and blocks is None:  # where tokens listed twice would count twice
         lists = _tokens_in_ranges(_once(lists), mask, call)
     mask = MaskArguments(is_causal=mask.is_causal, key_ranges=mask.key_ranges)
     return call._replace(lists=lists, block_size=size, mask=mask)
@@ -114,9 +115,12 @@ def may_list(call: LayerCall, lists: Tensor) -> bool:
         is_simple = mask.attn_mask.dtype == torch.bool and mask.attn_mask.dim() == 4
         if is_blocks or not is_simple or mask.attn_mask.shape[1] != 1:
             return False
-    if call.query.is_cuda:  # which has kernels for lists of tokens, of all heads, without gradients
+    if call.query.is_cuda:  # whose kernels for lists of tokens, of all heads, have no gradients
         recorded = torch.is_grad_enabled() and any_requires_grad(*call[:3], call.sinks)
-        return not (is_blocks or heads != 1 or recorded)
+        if not is_blocks:
+            return heads == 1 and not recorded
+        if head_dim(call) > (MAX_SELECTED_GRADIENT_DIM if recorded else MAX_HEAD_DIM):
+            return False
     return heads in (1, call.key.shape[1])
 
 

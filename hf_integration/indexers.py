@@ -89,11 +89,10 @@ def indexer_note(layer: nn.Module, module: ModuleType) -> str | None:
     """What `explain` says of the keys that a layer selects; None if it selects none."""
     is_sparse = getattr(layer, "indexer", None) is not None or getattr(layer, "skip_topk", False)
     if is_sparse and passes_lists(module):
-        on_gpu = any(p.is_cuda for p in layer.parameters())
-        if on_gpu and hasattr(getattr(layer, "indexer", None), "block_size"):
-            return "blocks by an indexer's lists, as a dense mask: no GPU kernel has such lists"
         note = "keys by an indexer's lists, in memory linear in them unless its indexer is compiled"
-        return note + ("; with gradients by a dense mask" if on_gpu else "")
+        is_dense = any(p.is_cuda for p in layer.parameters())
+        is_dense = is_dense and not hasattr(getattr(layer, "indexer", None), "block_size")
+        return note + ("; with gradients by a dense mask" if is_dense else "")
     if is_sparse and hasattr(getattr(layer, _MASK_METHOD, None), "_fa_ops_original"):
         return "keys by an indexer's lists, in memory linear in them; its indexer stores all scores"
     names = {name for name in vars(module) if name.endswith("Indexer")}

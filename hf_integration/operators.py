@@ -129,17 +129,18 @@ def _why_not_eight_bit(call: LayerCall) -> str | None:
         return "a mask that is neither causal nor one range of keys for each query"
     if call.sinks is not None and call.sinks.dim() != 1:
         return "sinks for each query"
-    if call.query.is_cuda and _head_dim(call) > MAX_QUANTIZED_HEAD_DIM:
+    if call.query.is_cuda and head_dim(call) > MAX_QUANTIZED_HEAD_DIM:
         return f"a head dimension above {MAX_QUANTIZED_HEAD_DIM}"
     return None
 
 
 def is_too_wide(call: LayerCall) -> bool:
     """Whether no GPU kernel but the decoding kernel has the head dimensions of the call."""
-    return call.query.is_cuda and _head_dim(call) > MAX_HEAD_DIM
+    return call.query.is_cuda and head_dim(call) > MAX_HEAD_DIM
 
 
-def _head_dim(call: LayerCall) -> int:
+def head_dim(call: LayerCall) -> int:
+    """The larger head dimension."""
     return max(call.query.shape[-1], call.value.shape[-1])
 
 
@@ -187,7 +188,7 @@ def selected(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
     """Attention over the keys that lists name, in memory linear in the lists."""
     query, key, value, mask, sinks, options = call[:6]
     lists = call.lists
-    if not query.is_cuda:
+    if not query.is_cuda or call.extras.block_indices is not None:
         out = fa_ops.attention_selected(
             query, key, value, lists, block_size=call.block_size, is_causal=mask.is_causal,
             key_ranges=mask.key_ranges, scale=options["scale"], sinks=sinks,

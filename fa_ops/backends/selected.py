@@ -29,33 +29,57 @@ class Lists(NamedTuple):
     absent: int  # in place of what lists nothing
 
 
-def lists_of(call: Call) -> Lists:
-    """The lists of a call: entries out of range, beyond the count, or repeated list nothing."""
-    t, o, Sq, Sk = call.operands, call.options, call.query.shape[2], call.key.shape[2]
+class Bounds(NamedTuple):
+    """The keys [low, high) that queries may attend, if a list has them."""
+
+    first: Tensor  # int64 (Sq,): where block 0 of a query begins
+    sequence: Tensor  # int64 (Sq,): the number of its sequence in cu_seqlens, -1 for none
+    low: Tensor  # int64 (B or 1, Sq)
+    high: Tensor  # int64 (B or 1, Sq)
+
+
+def bounds_of(call: Call) -> Bounds:
+    """The bounds of a call's queries, by causality, cu_seqlens and key_ranges."""
+    t, Sq, Sk = call.operands, call.query.shape[2], call.key.shape[2]
     i = torch.arange(Sq, device=call.query.device)
-    first, end = torch.zeros_like(i), torch.full_like(i, Sk)
-    blocks, counts, query_block = t.block_indices.long(), t.counts, o.query_block
+    first, sequence, end = torch.zeros_like(i), torch.zeros_like(i), torch.full_like(i, Sk)
     if t.cu_seqlens is not None:
         ends = t.cu_seqlens.long().clamp(0, Sk).cummax(0).values
         after = torch.searchsorted(ends, i, right=True)
         is_inside = (after > 0) & (after < len(ends))
+        sequence = torch.where(is_inside, after - 1, -1)
         first = ends[(after - 1).clamp(min=0)]
         end = torch.where(is_inside, ends[after.clamp(max=len(ends) - 1)], 0)
-        if query_block > 1:  # queries of one list may be of several sequences
-            blocks = blocks.repeat_interleave(query_block, 2)[:, :, :Sq]
-            if counts is not None:
-                counts = counts.repeat_interleave(query_block, 2)[:, :, :Sq]
-            query_block = 1
     low, high = first.view(1, Sq), end.view(1, Sq)
-    if o.is_causal:
+    if call.options.is_causal:
         high = high.minimum(i + (Sk - Sq + 1))
     if t.key_ranges is not None:
         low = low.maximum(t.key_ranges[:, 0, :, 0])
         high = high.minimum(t.key_ranges[:, 0, :, 1])
-    absent = -(-Sk // o.block_size)
+    return Bounds(first, sequence, low, high)
+
+
+def lists_by_sequence(call: Call) -> tuple[Tensor, Tensor | None, int]:
+    """block_indices, counts and query_block, of which no list has queries of several sequences."""
+    t, query_block, Sq = call.operands, call.options.query_block, call.query.shape[2]
+    if t.cu_seqlens is None or query_block == 1:
+        return t.block_indices, t.counts, query_block
+    lists = [
+        None if x is None else x.repeat_interleave(query_block, 2)[:, :, :Sq]
+        for x in (t.block_indices, t.counts)
+    ]
+    return *lists, 1
+
+
+def lists_of(call: Call) -> Lists:
+    """The lists of a call: entries out of range, beyond the count, or repeated list nothing."""
+    first, _, low, high = bounds_of(call)
+    blocks, counts, query_block = lists_by_sequence(call)
+    blocks = blocks.long()
+    absent = -(-call.key.shape[2] // call.options.block_size)
     blocks = blocks.masked_fill((blocks < 0) | (blocks > absent), absent)
     if counts is not None:
-        place = torch.arange(blocks.shape[3], device=i.device)
+        place = torch.arange(blocks.shape[3], device=blocks.device)
         blocks = blocks.masked_fill(place >= counts.unsqueeze(-1), absent)
     blocks = blocks.sort(-1).values
     is_repeated = blocks[..., 1:] == blocks[..., :-1]

@@ -78,6 +78,8 @@ class TokenListProblem:
             return forward_run(lambda: _tokens(fa_ops.attention(rows, keys, values, kept)))
 
         def sdpa() -> comparison.Run:
+            if self.T * self.N * self.H > 2**32:
+                raise NotImplementedError("stores all scores")
             kept, expanded = mask(), keys.expand(-1, self.H, -1, -1)
             call = functools.partial(F.scaled_dot_product_attention, attn_mask=kept)
             return forward_run(lambda: _tokens(call(rows, expanded, expanded[..., : self.Dv])))

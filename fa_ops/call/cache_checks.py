@@ -146,8 +146,9 @@ def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> None
         checks.heads(Hq, Hkv, Hv, D, Dk, *NAMES)
         return
     checks.integers(q, "page_table", table)
-    need(table.dim() == 2, "page_table must have shape (B, max_pages), got {}: it has a row of "
-         "pages for each sequence", table.shape)  # fmt: skip
+    need(table.dim() == 2, "page_table must have shape (B, max_pages), or (B, Hkv, max_pages), "
+         "got {}: it has a row of pages for each sequence, or for each sequence and key head",
+         table.shape)  # fmt: skip
     need(table.shape[0] == B, "page_table has {} rows, but query has batch size {}: it has one for "
          "each sequence", table.shape[0], B)  # fmt: skip
     _page_shapes(q, k, v, NAMES)

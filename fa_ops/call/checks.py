@@ -395,21 +395,21 @@ def leading_dims_remedy(name: str, t: Tensor, dims: int) -> str:
     return f"pass {name}[{', '.join(['None'] * (dims - t.dim()))}]"
 
 
-def query_dtype(q: Tensor) -> None:
-    """Raise TypeError unless query's dtype is supported on its device."""
+def query_dtype(q: Tensor, names: str = "query, key and value") -> None:
+    """Raise TypeError unless query's dtype, that of `names`, is supported on its device."""
     if q.dtype not in DTYPES:
-        _refuse_dtype(q)
+        _refuse_dtype(q, names)
     if q.dtype == torch.float64 and q.is_cuda:
         need(False, "query is float64, which is supported on CPU only: pass query.float()",
              error=TypeError)  # fmt: skip
 
 
-def _refuse_dtype(q: Tensor) -> None:
+def _refuse_dtype(q: Tensor, names: str) -> None:
     if "float8" in str(q.dtype):
         advice = "attention takes it with q_scale, k_scale and v_scale; else cast to bfloat16"
         need(False, "query is {}; {}", q.dtype, advice, error=TypeError)
-    need(False, "query must be {}, got {}: cast query, key and value, as by query.float()", _NAMES,
-         q.dtype, error=TypeError)  # fmt: skip
+    need(False, "query must be {}, got {}: cast {}, as by query.float()", _NAMES, q.dtype, names,
+         error=TypeError)  # fmt: skip
 
 
 def batches_and_lengths(

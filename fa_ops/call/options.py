@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Limits of the GPU kernels, on which backends, compile_passes and hf_integration decide.
 MAX_HEAD_DIM = 512  # of all kernels but those that decode over a latent cache
+MAX_SELECTED_GRADIENT_DIM = 256  # of gradients of lists of blocks on a GPU
 MAX_QUANTIZED_HEAD_DIM = 256  # of products of 8-bit numbers
 MAX_LENGTH = 2**29  # queries or keys, so that sums of windows and positions fit 32 bits
 MAX_BLOCK = 2**20  # keys of a block, and queries that share a list of blocks

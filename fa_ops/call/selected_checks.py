@@ -135,7 +135,7 @@ def selection(
         checks.rank(name, t, checks.LAYOUT)
         checks.same_dtype(q, name, t)
         checks.same_device(q, name, t)
-    checks.query_dtype(q)
+    checks.query_dtype(q, "query and key")
     (B, H, Sq, D), (Bk, Hk, Sk, Dk) = q.shape, k.shape
     checks.batches_and_lengths(B, (Bk, Sk), (Bk, Sk))
     need(Hk == 1, "key has {} heads, but those of an indexer share their keys: pass one head", Hk)

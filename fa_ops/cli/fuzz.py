@@ -23,7 +23,7 @@ from rich.table import Table
 
 from fa_ops.bench import options
 from fa_ops.bench.report import environment, write_json
-from fa_ops.call import backend_option, cache_checks, checks
+from fa_ops.call import backend_option, cache_checks, checks, selected_checks
 from fa_ops.call.call import Saved
 from fa_ops.plans import dispatch
 from fa_ops.testing import Arena, CacheCase, QuantizedCase, assert_right, make_case, random_calls
@@ -399,7 +399,8 @@ def strict(target: Target) -> Iterator[None]:
             drawn = mock.patch.object(configs, "float32_products", lambda *of: modes[hash(of) % 3])
             patches.enter_context(drawn)
         if target.backend == "triton" and target.device == "cpu":
-            for module, name in ((checks, "values"), (cache_checks, "values")):
+            values = (checks, "values"), (cache_checks, "values"), (selected_checks, "block_values")
+            for module, name in values:
                 patches.enter_context(mock.patch.object(module, name, lambda *_, **__: None))
         yield
 

@@ -37,7 +37,7 @@ def work(case: AnyCase) -> float:
 
 
 @pytest.mark.parametrize("target", [TRITON, EDGES], ids=["anywhere", "edges"])
-@pytest.mark.parametrize("kind", sorted({*KINDS} - {"selected"}))  # which the backend refuses
+@pytest.mark.parametrize("kind", sorted({*KINDS}))
 def test_smallest(kind, target):
     """At the edges in an arena: whatever is written outside of a result is found."""
     numbers = [n for n in range(100) if KINDS[n % len(KINDS)] == kind]

@@ -101,6 +101,8 @@ VALID = {"query": torch.randn(B, HQ, 1, D), "key_cache": K, "value_cache": V, "k
 BAD = {
     "heads": ({"page_table": TABLE[:, :1]}, ValueError,
               "page_table must have shape (3, 2, 5), got (3, 1, 5)"),
+    "rank": ({"page_table": TABLE[:, None]}, ValueError, "page_table must have shape (B, max_pages)"
+             ", or (B, Hkv, max_pages), got (3, 1, 2, 5)"),
     "int64": ({"page_table": TABLE.long()}, TypeError, "page_table must be int32, got int64"),
     "page": ({"page_table": TABLE.clamp(min=10) + 1}, ValueError,
              "page_table[0, 0, 0] is 11, but key_cache has 11 pages"),

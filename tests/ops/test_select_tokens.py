@@ -158,6 +158,8 @@ BAD = {
     "rank": ({"key": Q[:, 0]}, ValueError, "key must have shape (B, H, S, D), got (2, 5, 8)"),
     "heads": ({"key": Q}, ValueError, "key has 3 heads, but those of an indexer share their keys"),
     "dtype": ({"key": Q[:, :1].half()}, TypeError, "key is float16, but query is float32"),
+    "whole numbers": ({"query": Q.int(), "key": Q[:, :1].int()}, TypeError,
+                      "got int32: cast query and key, as by query.float()"),
     "weights": ({"weights": Q}, ValueError, "weights must have shape (2, 3, 5), got (2, 3, 5, 8)"),
     "count": ({"count": 0}, ValueError, "count must be at least 1, got 0"),
     "a fraction": ({"count": 2.5}, TypeError, "count must be an int, got 2.5"),

@@ -96,7 +96,7 @@ def supports(call: Call) -> str | None:
     if signature is PAGED:
         return _paged_error(call)
     if signature is SELECTED:
-        return "has no kernel for lists of blocks; the reference backend can run it"
+        return "has no kernel for lists of blocks; the triton backend can run it"
     if call.backend == "auto" and signature is DENSE:
         if call.saved is None and is_decoding(call):
             # where the decoding kernel cannot run, a backend that splits keys is faster than

@@ -21,6 +21,7 @@ from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture, interpreter_error
 from fa_ops.backends.triton.masks import mask_blocks  # noqa: F401 - for fa::mask_blocks
 from fa_ops.backends.triton.merge import merge_into, merge_states  # noqa: F401 - for fa::merge_states
+from fa_ops.backends.triton.selected import selected_backward, selected_forward
 from fa_ops.backends.triton.tangents import MAX_TANGENT_DIM, backward_jvp, jvp
 from fa_ops.call.call import (
     Call,
@@ -37,6 +38,7 @@ from fa_ops.call.options import (
     MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
     MAX_QUANTIZED_HEAD_DIM,
+    MAX_SELECTED_GRADIENT_DIM,
     dtype_name,
 )
 from fa_ops.programs.program import program_error
@@ -66,7 +68,7 @@ def supports(call: Call) -> str | None:
     if text is not None and (reason := program_error(text)):
         return f"{reason}; the reference backend runs it"
     if call.is_selected:
-        return "has no kernel for lists of blocks; the reference backend can run it"
+        return interpreter_error(call.query) or _selected_error(call)
     return interpreter_error(call.query) or support_error(call) or _backward_error(call)
 
 
@@ -74,6 +76,10 @@ def plan(call: Call) -> Plan:
     """The plan of a call on this backend."""
     if call.is_quantized:
         return general("8-bit forward", quantized_forward)
+    if call.is_selected:
+        if call.is_backward:
+            return general("backward of lists", selected_backward)
+        return general("forward of lists", selected_forward)
     if call.tangents is not None:
         if call.is_backward:
             return general("tangents of backward", backward_jvp)
@@ -131,6 +137,21 @@ def _quantized_error(call: Call) -> str | None:
     dtypes = (*_DTYPES, torch.float8_e4m3fn)
     reason = architecture_error(call.query)
     return reason or support_error(call, dtypes, MAX_QUANTIZED_HEAD_DIM)
+
+
+def _selected_error(call: Call) -> str | None:
+    """Why this backend cannot run a call with lists of blocks, and what can."""
+    if reason := support_error(call):
+        return reason
+    if queries_of_kv_head(call) >= 1 << 31:
+        return f"takes up to 2**31 rows of a key head, got {queries_of_kv_head(call)}"
+    widest = max(call.query.shape[-1], call.value.shape[-1])
+    if call.saved is not None and widest > MAX_SELECTED_GRADIENT_DIM:
+        return (
+            f"has gradients of lists of blocks for head dimensions up to "
+            f"{MAX_SELECTED_GRADIENT_DIM}, got {widest}; the reference backend takes any"
+        )
+    return None
 
 
 def _tangents_error(call: Call) -> str | None:

@@ -300,7 +300,7 @@ def backward(call: Call) -> Gradients:
     if mask_grad:
         dmask = _mask_gradient(problem, row_lse, row_delta, call.operands.attn_mask)
     if sinks is not None:
-        dsinks = _sinks_gradient(row_lse, row_delta, sinks)
+        dsinks = sinks_gradient(row_lse, row_delta, sinks)
     return Gradients(*grads, dmask, dsinks, _term_gradients(problem, row_lse, row_delta, call))
 
 
@@ -321,7 +321,7 @@ def varlen_backward(call: Call) -> Gradients:
         call.options,
     )  # fmt: skip
     *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
-    dsinks = None if t.sinks is None else _sinks_gradient(row_lse, row_delta, t.sinks)
+    dsinks = None if t.sinks is None else sinks_gradient(row_lse, row_delta, t.sinks)
     return Gradients(*grads, None, dsinks)
 
 
@@ -512,7 +512,7 @@ def _row_buffers(problem: BackwardProblem, device: torch.device) -> Tensor:
     return buffers
 
 
-def _sinks_gradient(row_lse: Tensor, row_delta: Tensor, sinks: Tensor) -> Tensor:
+def sinks_gradient(row_lse: Tensor, row_delta: Tensor, sinks: Tensor) -> Tensor:
     """Gradient of sinks: minus the sum over rows of (the sink's weight) * delta."""
     largest = torch.finfo(torch.float32).max  # the lse of a sink of +inf is +inf
     logits = (sinks.float() * LOG2E.value).clamp(max=largest).view(-1, 1)

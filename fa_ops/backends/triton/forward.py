@@ -54,6 +54,7 @@ from fa_ops.backends.triton.primitives import (
     positions,
     replace_nonfinite,
     scores,
+    softmax_step,
     store_tile,
     with_mask,
     with_sink,
@@ -370,20 +371,7 @@ def attend_block(
             s = tl.where(keep, s, float("-inf"))
         if GATHERED:
             s = tl.where(exists[None, :], s, float("-inf"))
-        if EXACT:
-            m_new = tl.maximum(m, tl.max(s, 1))
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2((s - base[:, None]) * unit)
-            alpha = tl.exp2((m - base) * unit)
-        else:
-            # with FOLD the scale is positive and comes after the maximum: one FMA per element
-            fold = scale if FOLD else 1.0
-            m_new = tl.maximum(m, tl.max(s, 1) * fold)
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(s * fold - base[:, None])
-            alpha = tl.exp2(m - base)
-        den = den * alpha + tl.sum(p, 1)
-        m = m_new
+        p, alpha, m, den = softmax_step(s, m, den, scale, unit, FOLD, EXACT)
         if rows is not None:
             p = tl.where(dropout_keep(rows, j, threshold), p, 0.0)
         acc = acc * alpha[:, None]

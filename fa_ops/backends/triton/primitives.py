@@ -417,6 +417,28 @@ def attends_some(i, shift, limit, window_left, window_right, first, last):
 
 
 @triton.jit
+def softmax_step(s, m, den, scale, unit, FOLD: tl.constexpr, EXACT: tl.constexpr):
+    """(weights, factor of the sums so far, maximum, denominator) after the scores s of a tile.
+
+    With FOLD, s are products, times which the positive scale gives scores. EXACT: scores are
+    subtracted from their maximum before they are multiplied by `unit`.
+    """
+    if EXACT:
+        m_new = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2((s - base[:, None]) * unit)
+        alpha = tl.exp2((m - base) * unit)
+    else:
+        # with FOLD the scale comes after the maximum: one FMA per element
+        fold = scale if FOLD else 1.0
+        m_new = tl.maximum(m, tl.max(s, 1) * fold)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s * fold - base[:, None])
+        alpha = tl.exp2(m - base)
+    return p, alpha, m_new, den * alpha + tl.sum(p, 1)
+
+
+@triton.jit
 def with_sink(m, den, sink, NATURAL: tl.constexpr):
     """Add a sink to rows: (maximum, denominator, factor of the weighted sums of values).
 
