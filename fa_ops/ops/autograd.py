@@ -270,7 +270,8 @@ class NoSecondDerivative(library.SingleLevelFunction):
     def backward(ctx, *grads):
         """Raise NotImplementedError."""
         raise NotImplementedError(
-            f"{ctx.operator.name()} has no derivative: double backward is not implemented"
+            f"{ctx.operator.name()} has no derivative: double backward is not implemented; "
+            f"{library.DIFFERENTIABLE}"
         )
 
 

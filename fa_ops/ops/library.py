@@ -194,10 +194,19 @@ def has_tangent(*tensors: Tensor | None) -> bool:
     return any([t is not None for t in tangents])
 
 
+# What errors of the other functions name.
+DIFFERENTIABLE = (
+    "fa_ops.attention and attention_varlen have the derivatives of first and second order, "
+    "attention also with an attn_mask for what no other argument expresses"
+)
+
+
 def reject_forward_ad(operator: OpOverload, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError where a tensor carries a forward-mode tangent."""
     if has_tangent(*tensors):
-        raise NotImplementedError(f"{operator.name()} has no forward-mode derivative (jvp)")
+        raise NotImplementedError(
+            f"{operator.name()} has no forward-mode derivative (jvp): {DIFFERENTIABLE}"
+        )
 
 
 def run_vmap_rule(rule, operator, *operands):
