@@ -25,8 +25,22 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _LIBRARIES = torch.__path__[0], str(Path(__file__).parents[1])
 
 
-def function_of(graph: fx.GraphModule, captured: tuple) -> Callable[..., Tensor]:
-    """The function that a graph is, with what it captures; errors name it and its line."""
+def function_of(graph: Callable, captured: tuple) -> Callable[..., Tensor]:
+    """The function that a graph is, with what it captures; errors name it and its line.
+
+    Where TorchDynamo cannot trace a function, and breaks its graph, the function comes as it is.
+    """
+    if not isinstance(graph, fx.GraphModule):
+        if getattr(graph, "__module__", None) != __name__ or not graph.__closure__:
+            return graph  # of a BlockMask, or one of those below
+        cells = zip(graph.__code__.co_freevars, graph.__closure__, strict=True)
+        inner = {name: cell.cell_contents for name, cell in cells}
+        own = inner.get("score_mod", inner.get("mask_mod"))
+        if own is not None:  # errors name the user's, not that of `attend`
+            graph.__qualname__ = getattr(own, "__qualname__", type(own).__name__)
+            if not inner.get("buffers"):  # else it has other parameters
+                graph.__wrapped__ = own
+        return graph
     function = lambda *args: graph.forward(*args, *captured)  # noqa: E731
     file, line, name = _place(graph)
     function.__code__ = function.__code__.replace(co_filename=file, co_firstlineno=int(line))
@@ -84,7 +98,7 @@ class FlexAttention(HigherOrderOperator):
         self.__name__, self.__module__ = "flex_attention", __name__
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, score_mod: fx.GraphModule, others: tuple,
+        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Callable, others: tuple,
         scale: float | None, settings: dict[str, Any], score_captured: tuple = (),
         mask_captured: tuple = (),
     ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -107,11 +121,13 @@ class FlexAttention(HigherOrderOperator):
             chosen.is_causal, chosen.window, key_ranges, kv_lens, sinks, chosen.deterministic,
             chosen.backend,
         )  # fmt: skip
-        results = flex.attend(given, chosen.with_lse, chosen.factor)
+        attend = flex.attend if isinstance(score_mod, fx.GraphModule) else _attend_untraced
+        results = attend(given, chosen.with_lse, chosen.factor)
         return results if chosen.with_lse else (results,)
 
 
 flex_attention = FlexAttention()
+_attend_untraced = torch.compiler.disable(flex.attend)  # where TorchDynamo has broken its graph
 
 
 # What TorchDynamo traces.

@@ -550,9 +550,10 @@ class Prologue:
         elif term.domain == COLUMN:
             q, k = zero, self._range(Sk)
         elif term.domain == DISTANCE:
-            distance = self._range(1 - Sk, Sq)
+            is_empty = type(Sq) is type(Sk) is int and Sq == Sk == 0
+            distance = self._range(1 - Sk, 1 if is_empty else Sq)
             q, k = distance.clamp(min=0), (-distance).clamp(min=0)
-            before, behind = padded(Sk) - Sk + 1, padded(Sq) - Sq
+            before, behind = padded(Sk) - Sk + (0 if is_empty else 1), padded(Sq) - Sq
         else:
             rows, columns = term.block
             q = self._range(0, Sq, rows).unsqueeze(-1)

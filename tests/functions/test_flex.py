@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
@@ -334,6 +335,40 @@ def test_captured_integers_above_32_bits_are_refused():
         fa_ops.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: times[i] - times[j] < 9)
     out = fa_ops.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: times[i] >= 0)
     torch.testing.assert_close(out, fa_ops.attention(q, k, v))
+
+
+@pytest.mark.parametrize(("Sq", "Sk"), [(0, 0), (0, 3), (3, 0)])
+def test_terms_of_distances_without_queries_or_keys(Sq, Sk):
+    q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for n in (Sq, Sk, Sk))
+    table = torch.randn(2, 9, requires_grad=True)
+    out = fa_ops.flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s) + table[h, i - j + 4])
+    out.sum().backward()
+    assert out.shape == q.shape and not out.any() and not table.grad.any()
+
+
+def test_functions_that_dynamo_cannot_trace_break_the_graph():
+    q, k, v = tensors(torch.float32, grad=False)
+    seen = []
+
+    def score_mod(s, b, h, i, j):
+        seen.append(id(s))
+        sys.stdout.write("")
+        return torch.tanh(s)
+
+    def refused(s, b, h, i, j):
+        return s if sys.stdout.write("") or i > j else -s
+
+    compiled = torch.compile(lambda f: fa_ops.flex_attention(q, k, v, f), backend="eager")
+    torch.testing.assert_close(compiled(score_mod), fa_ops.flex_attention(q, k, v, score_mod))
+    assert seen
+    mask_mod = functools.partial(lambda n, b, h, i, j: (sys.stdout.write(""), i - j < n)[1], 3)
+    block_mask = torch_flex.create_block_mask(mask_mod, None, None, f.S, f.S, device="cpu")
+    out = torch.compile(lambda: fa_ops.flex_attention(q, k, v, None, block_mask), backend="eager")()
+    torch.testing.assert_close(out, fa_ops.flex_attention(q, k, v, None, block_mask))
+    with pytest.raises(
+        NotImplementedError, match=r"refused' \(test_flex.py, line \d+\) depends on"
+    ):
+        compiled(refused)
 
 
 def test_a_block_mask_whose_function_reads_another_number_is_compared_anew():
