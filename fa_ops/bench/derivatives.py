@@ -154,7 +154,7 @@ def _by_math(run: Run) -> Run:
 def main(
     device: options.Device = "auto",
     lengths: Annotated[
-        str | None, typer.Option(help="default: 2048,4096,8192,16384 on a GPU, 256,512 on a CPU")
+        str | None, typer.Option(help="default: 4096,16384 on a GPU, 256,512 on a CPU")
     ] = None,
     head_dims: Annotated[
         str | None, typer.Option(help="features of a head; default: 64,128, on a CPU 64")
@@ -166,13 +166,13 @@ def main(
         int | None, typer.Option(min=8, help="features of all heads; default: 2048, on a CPU 128")
     ] = None,
     only: options.Only = None,
-    budget: Annotated[float, typer.Option(min=0.1, help="milliseconds to time each call")] = 200.0,
+    budget: Annotated[float, typer.Option(min=0.1, help="milliseconds to time each call")] = 50.0,
     json: options.Json = None,
 ) -> None:
     """Compare tangents and second derivatives with first ones, and with SDPA's math kernel."""
     device = options.device(device)
     on_gpu = device == "cuda"
-    default = "2048,4096,8192,16384" if on_gpu else "256,512"
+    default = "4096,16384" if on_gpu else "256,512"
     chosen = options.integers("--lengths", lengths or default)
     dims = options.integers("--head-dims", head_dims or ("64,128" if on_gpu else "64"))
     tokens, width = tokens or (16384 if on_gpu else 512), width or (2048 if on_gpu else 128)

@@ -23,6 +23,7 @@ from fa_ops.backends.hopper import (
     decode,
     eight_bit,
     forward,
+    tangents,
 )
 from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import nvrtc
@@ -90,6 +91,7 @@ def configurations() -> Iterator[Configuration]:
             yield from _backward(f"backward D{D}/{Dv} {word}", D, Dv, dtype)
         yield from _wide(f"forward D512/512 {word}", 512, dtype)
         yield from _wide_backward(f"backward D512/512 {word}", 512, dtype)
+        yield from _tangents(f"tangents {word}", dtype)
         for D, page in itertools.product((64, 128, 192, 256), DECODED_PAGES):
             yield from _decode(f"decode D{D} page{page} {word}", D, page, dtype)
             yield from _decode_e4m3(f"decode D{D} page{page} {word} e4m3", D, page, dtype)
@@ -118,6 +120,16 @@ def _conversions(word: str, dtype: torch.dtype) -> Iterator[Configuration]:
     for sinks in (0, 1):
         defines = {"IS_BF16": bits, "HAS_SINKS": sinks, "MAX_SPLITS": forward.MAX_SPLITS}
         yield Configuration(f"merge {word}{' sinks' * sinks}", kind, (kind,), defines)
+
+
+def _tangents(name: str, dtype: torch.dtype) -> Iterator[Configuration]:
+    for D, Dv in ((64, 64), (128, 128), (96, 64)):
+        config = tangents.tangent_config(D, Dv)
+        for word in ("full", "causal", "window", "lengths"):
+            for grad_out in (0, 1):
+                defines = macros(config, dtype, **FEATURES[word], grad_out=grad_out)
+                label = f"{name} D{D}/{Dv} {word}{' products' * grad_out}"
+                yield Configuration(label, config.kernel, (config.kernel,), defines)
 
 
 def _wide(name: str, D: int, dtype: torch.dtype) -> Iterator[Configuration]:

@@ -14,7 +14,7 @@ pytest.importorskip(
 )
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import backward, configs, decode
+from fa_ops.backends.hopper import backward, configs, decode, tangents
 from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import launch, nvrtc
 from tests.compile_only.configurations import BEFORE  # noqa: E402
@@ -138,6 +138,19 @@ def assert_forward(dims, features, tmp_path):
     assert sass.count("WARPGROUP.DEPBAR") == 4
     # one thread copies, and the compiler knows it: no loop over lanes around a copy
     assert sass.count("UTMALDG") > 0 and sass.count("ELECT") == 1
+    assert not unwritten_uniform_registers(sass)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 64), (64, 128)], ids=str)
+@pytest.mark.parametrize("lengths", [0, 1])
+def test_tangents(dims, lengths, tmp_path):
+    config = tangents.tangent_config(*dims)
+    features = {"window": 1, "left": lengths, "kv_lens": lengths, "grad_out": 1}
+    defines = macros(config, torch.bfloat16, **features)
+    sass, log = compiled_entries(tmp_path, "tangent", [launch.Entry("tangent", 0)], defines)
+    assert_clean(log)
+    # three products of scores, and two that add to the output's tangent
+    assert sass.count("HGMMA") == 3 * steps(config.head_features) + 2 * (config.block_n // 16)
     assert not unwritten_uniform_registers(sass)
 
 

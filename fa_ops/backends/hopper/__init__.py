@@ -35,6 +35,7 @@ from fa_ops.call.call import (
     Plan,
     append_then_attend,
     decoding,
+    general,
     has_short_gradients,
     has_short_rows,
     is_decoding,
@@ -84,9 +85,7 @@ def supports(call: Call) -> str | None:
     if signature is PROGRAMMED:
         return _programmed_error(call)
     if call.tangents is not None:
-        widest = max(call.query.shape[-1], call.value.shape[-1])
-        other = "triton" if widest <= 256 else "reference"  # as triton's `support_error` says
-        return f"has no kernels for tangents; the {other} backend can run it"
+        return _tangent_error(call)
     if signature is QUANTIZED:
         return _quantized_error(call)
     if signature is QUANTIZED_PACKED:
@@ -105,6 +104,18 @@ def supports(call: Call) -> str | None:
         if _is_slow_for_short_rows(call):
             return f"is slower for short rows with a bias; {_ALTERNATIVE}"
     return support_error(call, signature is DENSE)
+
+
+def _tangent_error(call: Call) -> str | None:
+    """Why the backend cannot run a call with tangents, or None."""
+    from fa_ops.backends.hopper import tangents
+
+    if call.query.device.type != "cuda":
+        return _device_error(call.query)
+    widest = max(call.query.shape[-1], call.value.shape[-1])
+    other = "triton" if widest <= 256 else "reference"  # as triton's `support_error` says
+    reason = tangents.tangent_error(call)
+    return reason and f"{reason}; the {other} backend can run it"
 
 
 def append_error(call: Call) -> str | None:
@@ -146,6 +157,10 @@ def _plan(call: Call) -> Plan:
     Modules are imported where they are needed: reading the parameters of their kernels takes 20 ms.
     """
     signature = call.signature
+    if call.tangents is not None:
+        from fa_ops.backends.hopper import tangents
+
+        return general("tangents", tangents.jvp)
     if signature in (QUANTIZED, QUANTIZED_PACKED, PAGED):
         return _rare_plan(call)
     if call.saved is not None:

@@ -162,6 +162,7 @@ _MACROS = {
     "signs": "HAS_SIGNS",  # scales may be negative
     "head_scales": "HEAD_SCALES",  # all keys of a head have one scale, and all of its values
     "shares_tokens": "SHARES_TOKENS",
+    "grad_out": "HAS_GRAD_OUT",
 }
 
 

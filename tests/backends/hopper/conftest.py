@@ -18,11 +18,13 @@ from fa_ops.backends.hopper import (
     kernel_plan,
     mla,
     packed,
+    tangents,
     term_gradients,
 )
 from fa_ops.backends.hopper.runtime import launch, nvrtc
 
 HOSTS = launch, kernel_plan, decode, mla, forward, backward, packed, eight_bit, term_gradients
+HOSTS += (tangents,)
 
 
 class Launched(NamedTuple):

@@ -99,7 +99,7 @@ def _products(source: str, defines: dict[str, int]) -> list[tuple]:
             ("wgmma_scores", N, *scores, _features(D, 64, 8), columns[0] * 1024),
             ("wgmma_output", Dv, *registers, _rows(N, b_step=columns[1] * 2048), columns[1] * 1024),
         ]
-    if source == "forward.cu":
+    if source in ("forward.cu", "tangent.cu"):
         return [
             ("wgmma_scores", N, *scores, _features(D, 64, N)),
             ("wgmma_output", Dv, *registers, _rows(N)),
