@@ -14,8 +14,9 @@ of a cache. `quantized` makes calls with 8-bit products, `quantized_packed` of p
 `tiles` calls with masks whose `mask_blocks` hold their tiles, or any numbers. `whole_heads` runs
 backward passes in which a CTA has all keys of a head, `append` calls that write new keys to a
 cache, every second one with lengths and pages outside it, and `float32` dense and packed calls of
-that dtype, which are multiplied as large ones are. Prints the number of calls; results are checked
-by other tests.
+that dtype, which are multiplied as large ones are. `programs` makes backward passes with functions
+of scores and masks, some with lists of tiles that hold any numbers. Prints the number of calls;
+results are checked by other tests.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ from fa_ops.testing import make_case, random_calls, random_case
 from fa_ops.testing.budget import by_operator
 from fa_ops.testing.caches import CacheCase, random_cache_case
 from fa_ops.testing.quantized import random_quantized_case
-from tests.gpu import hopper_calls
+from tests.gpu import hopper_calls, test_programs
 from tests.gpu.cases import few_processors, pairs_of_ctas
 
 CASES = 24
@@ -332,6 +333,26 @@ def run_tiles(backend: str, first: int, step: int) -> int:
     return calls
 
 
+def run_programs(backend: str, first: int, step: int) -> int:
+    """Functions of scores and masks, forward by any backend, on two multiprocessors."""
+    B, H, S = test_programs.B, test_programs.H, test_programs.S
+    every = [
+        *itertools.product((64, 128), test_programs.SCORES, test_programs.MASKS, (False, True))
+    ]
+    for number in range(first, len(every), step):
+        D, score, mask, is_broken = every[number]
+        torch.manual_seed(number)
+        given = [torch.randn(B, heads, S, D) for heads in (H, 2, 2, H)]
+        tiles = None
+        if is_broken:
+            lines = 2 * -(-S // 128)
+            tiles = torch.randint(-100, 100, (1, 1, lines, 33), device="cuda", dtype=torch.int32)
+        with few_processors(2), fa_ops.use_backend("auto" if backend == "hopper" else backend):
+            options = {"deterministic": number % 4 > 1, "block_mask": tiles}
+            test_programs.attend(score, mask, "cuda", HALF[number % 2], given, **options)
+    return len(range(first, len(every), step))
+
+
 def call(case: random_calls.AnyCase, backend: str, backward: bool) -> None:
     """Call the operator, so that the host code of the backend runs too."""
     call = case.fresh(requires_grad=True) if backward else case.fresh()
@@ -342,7 +363,7 @@ def call(case: random_calls.AnyCase, backend: str, backward: bool) -> None:
 
 MODES = {"": run, "broken": run_broken, "forward": run_forward, "quantized": run_quantized}
 MODES |= {"quantized_packed": run_packed_quantized, "tiles": run_tiles, "append": run_appends}
-MODES |= {"whole_heads": run_whole_heads, "float32": run_float32}
+MODES |= {"whole_heads": run_whole_heads, "float32": run_float32, "programs": run_programs}
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
