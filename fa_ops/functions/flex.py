@@ -342,7 +342,7 @@ def described(given: Arguments, factor: float = 1.0) -> FlexCall:
         function = DENSE_FUNCTION
     else:
         function = PROGRAMMED_FUNCTION
-        values, indices = prologue.packed_terms()
+        values, indices = prologue.packed_terms(writes=not tracing.is_dispatched())
         operands = operands._replace(term_values=values, term_indices=indices)
         if found.program.mask is not None:  # else all of it is a window, or bounds of keys
             operands = operands._replace(tile_runs=runs)

@@ -19,8 +19,9 @@ begin and end with elements of no term, which kernels may read in tiles that end
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -148,9 +149,17 @@ class ScoreProgram(NamedTuple):
                     found[i] = part.view(b, h, n)
         return found
 
-    def pack(self, type: str, terms: Iterable[Tensor], sizes: tuple, like: Tensor) -> Tensor | None:
-        """The tensor of the terms of a type, given each as (B or 1, H or 1, elements unpadded)."""
+    def pack(
+        self, type: str, terms: Sequence[Tensor], sizes: tuple, like: Tensor, writes: bool = False
+    ) -> Tensor | None:
+        """The tensor of the terms of a type, given each as (B or 1, H or 1, elements unpadded).
+
+        With `writes`, which no compiler or transform may see, they are copied where that is
+        possible: one kernel for each on a GPU.
+        """
         places, total = self.places(type, *sizes)
+        if writes and not (torch.is_grad_enabled() and any(x.requires_grad for x in terms)):
+            return self._written(places, total, terms, like)
         parts, at = [], 0
         for place, x in zip(places, terms, strict=True):
             if place is None:
@@ -167,6 +176,18 @@ class ScoreProgram(NamedTuple):
         if not _is_zero(total - at):
             parts.append(like.new_zeros(total - at, dtype=parts[-1].dtype))
         return torch.cat(parts)
+
+    @staticmethod
+    def _written(
+        places: list[Place | None], total: int, terms: Sequence[Tensor], like: Tensor
+    ) -> Tensor | None:
+        packed = None
+        for place, x in zip(places, terms, strict=True):
+            if place is not None:
+                packed = like.new_zeros(total, dtype=x.dtype) if packed is None else packed
+                part = packed.narrow(0, place.offset, math.prod(place.shape)).view(place.shape)
+                part[..., : x.shape[-1]].copy_(x)
+        return packed
 
     def __str__(self) -> str:
         lines = [VERSION, *(f"t{i} {term}" for i, term in enumerate(self.terms))]

@@ -330,6 +330,8 @@ def _bound(func, args: tuple, kwargs: dict) -> dict[str, object]:
 def _on_meta(x: object) -> object:
     if isinstance(x, _StandIn):
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    if isinstance(x, Tensor) and x.device.type != "cpu":  # a number that torch has put on a GPU
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
     return torch.device("meta") if isinstance(x, torch.device) else x
 
 

@@ -580,15 +580,28 @@ class Prologue:
                     )
         return value.to(torch.int32)
 
-    def packed_terms(self) -> tuple[Tensor | None, Tensor | None]:
-        """The tensors of float terms and of int terms."""
+    def _element_by_element(self, node: Node, term: Term) -> Tensor | None:
+        """A term of queries or keys that is a captured tensor as it is, in float32 or int32."""
+        if node.op != "load" or term.domain not in (ROW, COLUMN):
+            return None
+        t, (B, H, Sq, Sk) = self.tensors[node.value], self.sizes
+        if t.device != self.device or t.dtype not in (self.dtype, torch.int32):
+            return None
+        found = self._view(t, node, {"b": B, "h": H, "q": Sq, "k": Sk}, 4)
+        return None if found is None else found.flatten(2)
+
+    def packed_terms(self, writes: bool = False) -> tuple[Tensor | None, Tensor | None]:
+        """The tensors of float terms and of int terms; `writes` as in `ScoreProgram.pack`."""
         program = self.split.program
         if program is None or not program.terms:
             return None, None
-        terms = [self.term(i) for i in range(len(program.terms))]
+        terms = []
+        for i, (node, term) in enumerate(zip(self.split.terms, program.terms, strict=True)):
+            found = self._element_by_element(node, term) if writes else None
+            terms.append(self.term(i) if found is None else found)
         like = torch.zeros(0, device=self.device)  # merged with equal ones, in graphs
-        values = program.pack(FLOAT, terms, self.sizes, like)
-        return values, program.pack(INT, terms, self.sizes, like)
+        values = program.pack(FLOAT, terms, self.sizes, like, writes)
+        return values, program.pack(INT, terms, self.sizes, like, writes)
 
     def key_ranges(self, lower: Node | None, upper: Node | None) -> Tensor | None:
         """int32 (B or 1, H or 1, Sq or 1, 2)."""

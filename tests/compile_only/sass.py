@@ -95,6 +95,53 @@ def _loops(sass: str) -> list[list[str]]:
     return loops
 
 
+_ANY = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?\s*([A-Z]\S*)\s*(.*?);", re.M)
+
+
+def shortest_turn(sass: str, products: int) -> list[str]:
+    """Names of the instructions of the shortest way once around a loop with so many products.
+
+    Branches are taken or not as it takes the fewest instructions: waits succeed at once, and no
+    block is at an edge. Of several loops the shortest way. Raises ValueError if there is none.
+    """
+    lines = [(int(at, 16), bool(guard), *rest) for at, guard, *rest in _ANY.findall(sass)]
+    number = {line[0]: i for i, line in enumerate(lines)}
+    successors: list[list[int]] = []
+    for i, (_, is_guarded, name, operands) in enumerate(lines):
+        target = re.search(r"0x([0-9a-f]+)", operands) if name.startswith("BRA") else None
+        is_branch = is_guarded or "DIV" in name or re.match(r"!?U?P\d", operands)
+        ends = name.startswith(("BRA", "EXIT", "RET")) and not is_branch
+        following = [] if ends or i + 1 == len(lines) else [i + 1]
+        if target and int(target[1], 16) in number:
+            following.append(number[int(target[1], 16)])
+        successors.append(following)
+    ways = []
+    for tail, following in enumerate(successors):
+        head = min(following, default=tail + 1)
+        if head <= tail and any("GMMA" in line[2] for line in lines[head : tail + 1]):
+            way = _shortest_way(successors, head, tail)
+            names = [lines[i][2] for i in way]
+            if sum("GMMA" in name for name in names) >= products:
+                ways.append(names)
+    return min(ways, key=len)
+
+
+def _shortest_way(successors: list[list[int]], head: int, tail: int) -> list[int]:
+    """Of instructions, none if there is no way."""
+    before, reached = {head: head}, [head]
+    for at in reached:  # in the order of their distance
+        if at == tail:
+            break
+        for following in successors[at]:
+            if following not in before:
+                before[following] = at
+                reached.append(following)
+    way = [tail] if tail in before else []
+    while way and way[-1] != head:
+        way.append(before[way[-1]])
+    return way
+
+
 def unwritten_uniform_registers(sass: str) -> list[str]:
     """Instructions that read a uniform register which no instruction above them has written.
 

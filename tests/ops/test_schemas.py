@@ -208,7 +208,7 @@ MASK = "fa1\nt0 int row -\nx0 lt(k, t0)\nmask x0\n"
 
 
 def test_program_tiles():
-    ends = torch.full((512,), 129, dtype=torch.int32)
+    ends = torch.full((1024,), 129, dtype=torch.int32)
     opcheck(torch.ops.fa.program_tiles.default, (ends, MASK, 1, 1, 300, 400, None, ends))
 
 
@@ -224,7 +224,7 @@ def calls() -> dict[str, tuple]:
     key, value, lens = t.new_key, t.new_value, t.kv_lens
     rows = torch.zeros(1, 1, 1, dtype=torch.bool)
     states = torch.randn(3, 5, 8), torch.randn(3, 5)
-    ends = torch.full((512,), 129, dtype=torch.int32)
+    ends = torch.full((1024,), 129, dtype=torch.int32)
     lists = torch.zeros(1, 1, args[0].shape[2], 2, dtype=torch.int32)
     return {
         "attention": args,

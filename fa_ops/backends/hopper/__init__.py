@@ -47,6 +47,7 @@ from fa_ops.call.options import (
     MAX_SHORT_GRADIENT_ROWS,
     dtype_name,
 )
+from fa_ops.programs.program import program_error
 
 _ALTERNATIVE = "the triton backend can run it"
 
@@ -172,7 +173,7 @@ def _plan(call: Call) -> Plan:
         from fa_ops.backends.hopper import packed
 
         return Plan("forward", packed.prepare)
-    if is_decoding(call):
+    if is_decoding(call) and not call.is_programmed:
         module = _cache_module(call)
         if module.cache_error(call) is None:
             return decoding(_plan_of(module))
@@ -235,11 +236,13 @@ def _programmed_error(call: Call) -> str | None:
     """Why the backend cannot run a call with a program, or None."""
     if call.query.device.type != "cuda":
         return _device_error(call.query)
-    if call.saved is None:
-        return f"does not run programs of score_mod and mask_mod forward; {_ALTERNATIVE}"
-    from fa_ops.backends.hopper import term_gradients
+    reason = _unsupported(call, False) or program_error(call.options.program)
+    if reason is None and call.operands.attn_mask is not None:
+        reason = "has no attn_mask beside a program of score_mod and mask_mod"
+    if reason is None and call.saved is not None:
+        from fa_ops.backends.hopper import term_gradients
 
-    reason = _unsupported(call, False) or term_gradients.program_error(call)
+        reason = term_gradients.program_error(call)
     return reason and f"{reason}; {_ALTERNATIVE}"
 
 

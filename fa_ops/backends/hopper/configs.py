@@ -19,7 +19,7 @@ COPIED_PAGES = (4, 8, 16, 32)  # keys of pages that one TMA copy brings
 # Features of kernels with their default: what `kernel_plan.macros` may be given.
 _FORWARD = dict.fromkeys(
     ("window", "left", "kv_lens", "ranges", "softcap", "alibi", "sinks", "mask", "dropout"), 0
-) | {"splits": 0}  # fmt: skip
+) | {"splits": 0, "program": 0}  # fmt: skip
 _QUANTIZED = {"is_int8": 1} | dict.fromkeys(
     ("window", "left", "kv_lens", "ranges", "softcap", "sinks", "signs", "head_scales"), 0
 ) | {"rotated": 0}  # fmt: skip

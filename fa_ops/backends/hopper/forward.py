@@ -45,6 +45,7 @@ from fa_ops.backends.hopper.masks import (
     MaskPacker,
     RareOptions,
     bits_of,
+    program_inputs,
     skipped_lists,
 )
 from fa_ops.backends.hopper.runtime.launch import (
@@ -62,6 +63,7 @@ from fa_ops.backends.hopper.runtime.launch import (
 from fa_ops.backends.hopper.runtime.structs import kernel_layout, struct_layout
 from fa_ops.call.call import Call, Run, general, heads_of_tile, rows_are_aligned
 from fa_ops.call.options import (
+    MASK_BLOCK,
     NO_OPERANDS,
     Operands,
     scales_of,
@@ -72,6 +74,8 @@ from fa_ops.call.options import (
 # maps and addresses; strides and scalars; what `RareOptions` writes; pages
 _PARAMS = struct_layout("forward_rows.cuh", "ForwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("q", "v_rows"), _PARAMS.packer("q_strides", "mask_range")
+_PROGRAM = struct_layout("forward_rows.cuh", "ForwardProgram").packer()
+_PROGRAM_AT = _PARAMS.fields["program"].offset
 _PAGES, _PAGES_AT = _PARAMS.packer("pages", "pages"), _PARAMS.fields["pages"].offset
 _NO_ADDRESSES = 0, 0, 0, 0
 E4M3 = torch.float8_e4m3fn
@@ -112,7 +116,9 @@ def prepare_attention(call: Call) -> Run | None:
     options, is_converted = call.without_tensors(), False
     if call.operands is not NO_OPERANDS:
         inputs = as_kernel_inputs(call.operands)
-        is_converted = inputs is not call.operands
+        is_converted = (
+            inputs is not call.operands or call.is_programmed
+        )  # of which addresses matter
         call = call._replace(operands=inputs)
     plan = plan_of(call, bias)
 
@@ -145,6 +151,7 @@ def as_kernel_inputs(tensors: Operands) -> Operands:
         changed["sinks"] = sinks.float().contiguous()
     if slopes is not None and slopes.stride(-1) != 1:
         changed["alibi_slopes"] = slopes.contiguous()
+    tensors = program_inputs(tensors)
     return tensors._replace(**changed) if changed else tensors
 
 
@@ -156,7 +163,8 @@ def plan_of(call: Call, bias: Bias | None = None, sequences: int | None = None) 
     t = call.operands
     return _plan(
         Geometry.of(
-            call, bias=bias, lists=None if t.mask_blocks is None else skipped_lists(t),
+            call, bias=bias,
+            lists=None if t.mask_blocks is None else skipped_lists(t),
             sequences=sequences,
             mask=None if t.attn_mask is None or bias is not None else MaskLayout.of(t.attn_mask),
             table=None if t.page_table is None else decode.table_layout(t.page_table),
@@ -185,9 +193,9 @@ class ForwardPlan(KernelPlan):
             bool(g.ranges or g.slopes is not None),
         )
         config = forward_config(
-            D, Dv, g.bias_bits, few_registers, page, by_row, g.lists is not None
+            D, Dv, g.bias_bits, few_registers, page, by_row, bool(g.lists or g.runs)
         )
-        is_plain = not (g.bias or few_registers or g.ranges)
+        is_plain = not (g.bias or few_registers or g.ranges or g.program)
         can_cut = is_plain and g.slopes is None, is_plain and not (g.sequences and g.has_sinks)
         sizes = Shape(B, Hq, Hkv, Sq, min(self.keys, Sq + left), Dv)
         self.packs_queries = g.table is not None and g.sequences is not None
@@ -203,6 +211,7 @@ class ForwardPlan(KernelPlan):
             kv_lens=g.has_lens, ranges=g.ranges is not None, alibi=g.alibi,
             softcap=softcap_kind(g.softcap), sinks=g.has_sinks and self.splits == 1,
             mask=g.mask is not None, dropout=g.dropout_p > 0, splits=self.splits > 1,
+            program=g.program or 0,
         )  # fmt: skip
         self.m_blocks = -(-sizes.Sq // per_tile)
         self.tiles = sizes.B * Hq // config.packed_heads * self.m_blocks * self.splits
@@ -210,12 +219,17 @@ class ForwardPlan(KernelPlan):
             self.grid, self.is_dynamic = (2 * self.tiles, 1), False
         else:
             ctas, masks = count * config.ctas, g.ranges or g.mask or (g.bias and g.bias.blocks)
-            is_uneven = has_window or g.has_lens or bool(masks) or sizes.Sq % per_tile > 0
+            is_uneven = has_window or g.has_lens or bool(masks or g.runs)
+            is_uneven = is_uneven or sizes.Sq % per_tile > 0
             self.grid = min(self.tiles, ctas), 1
             self.is_dynamic = is_uneven and self.tiles > ctas
         self.combine = Combine.of((B, Hq, Sq, Dv), self.splits, g.dtype, g.has_sinks, g.device)
         self.packer = MaskPacker.by_query(g.mask, self.keys, g.device) if g.mask else None
-        self.options = RareOptions.of(g, _PARAMS)
+        self.options, self.program = RareOptions.of(g, _PARAMS), None
+        if g.program is not None:  # the scale and sizes of terms; runs of tiles
+            shared = g.units.accumulator, B, Hq, Sq, Sk
+            tiles = *(g.runs or (0, 0)), -(-Sq // MASK_BLOCK), -(-Sk // MASK_BLOCK)
+            self.program = shared, tiles
 
     def map_tensors(self, g: Geometry) -> None:
         """Queries, keys and values; a box of packed queries holds several heads of each."""
@@ -249,7 +263,7 @@ class ForwardPlan(KernelPlan):
             *(g.ranges[2:] if g.ranges else (0, 0, 0)),
             g.slopes[0] if g.slopes else 0,
             units.inside_tanh,
-            LOG2E if g.bias else units.log2,  # with a bias, scores have its units
+            LOG2E if g.bias or g.has_natural_scores else units.log2,
             1.0 / units.accumulator,
             mask_range,
         )
@@ -298,6 +312,11 @@ class ForwardPlan(KernelPlan):
             0 if counter is None else counter.data_ptr(), *rows,
         )  # fmt: skip
         held = None
+        if self.program is not None:
+            shared, tiles = self.program
+            terms = map(address, (tensors.term_values, tensors.term_indices))
+            runs = address(tensors.tile_runs)
+            _PROGRAM.pack_into(params[0], _PROGRAM_AT, *terms, *shared, runs, *tiles)
         if self.options is not None:
             held = self.options.write(params[0], tensors, bias, cu_seqlens, stream)
         if table is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from fa_ops.backends.hopper.runtime.launch import Kernel, kernel
 from fa_ops.call.call import Call, rows_are_aligned
 from fa_ops.call.options import ALIGNMENT, MAX_LENGTH
+from fa_ops.programs.program import parse
 
 if TYPE_CHECKING:
     from fa_ops.backends.hopper.masks import Bias, BlockLists, MaskLayout
@@ -55,7 +56,7 @@ class Geometry(NamedTuple):
     table: tuple[int, int] | None = None  # pages of a batch row, and the stride between rows
     sequences: int | None = None  # of a packed batch, which is one long sequence
     deterministic: bool = False
-    program: str | None = None
+    program: str | None = None  # of scores and masks
     runs: tuple[int, int] | None = None  # lines of tile runs between batches and between heads
     key_dtype: torch.dtype | None = None
     scales: int | tuple = 0  # of a cache, see `scales_of`; of 8-bit tensors their shapes
@@ -94,6 +95,11 @@ class Geometry(NamedTuple):
         if self.slopes is None:
             return 0
         return 2 if self.ranges and self.sequences else 1
+
+    @property
+    def has_natural_scores(self) -> bool:
+        """Whether a program makes scores, which are to base e then."""
+        return self.program is not None and parse(self.program).score is not None
 
     @property
     def bias_bits(self) -> int:
@@ -163,10 +169,11 @@ _MACROS = {
     "head_scales": "HEAD_SCALES",  # all keys of a head have one scale, and all of its values
     "shares_tokens": "SHARES_TOKENS",
     "grad_out": "HAS_GRAD_OUT",
+    "program": "HAS_PROGRAM",  # its text, see `runtime.nvrtc.program`
 }
 
 
-def macros(config, dtype: torch.dtype, **features: int) -> dict[str, int]:
+def macros(config, dtype: torch.dtype, **features: int | str) -> dict[str, int | str]:
     """The macros of a configuration's kernels for calls with these of its `features`.
 
     Raises:
@@ -180,12 +187,12 @@ def macros(config, dtype: torch.dtype, **features: int) -> dict[str, int]:
     found = config.defines(**given) | {"IS_BF16": int(dtype == torch.bfloat16)}
     for name, value in given.items():
         if name in _MACROS:
-            found[_MACROS[name]] = int(value)
+            found[_MACROS[name]] = value if isinstance(value, str) else int(value)
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel_of(config, device: int | None, dtype: torch.dtype, **features: int) -> Kernel:
+def kernel_of(config, device: int | None, dtype: torch.dtype, **features: int | str) -> Kernel:
     """The kernel of a configuration; `features` are the arguments of `macros`."""
     defines, name = macros(config, dtype, **features), config.kernel
     shared = defines["SHARED_BYTES"]

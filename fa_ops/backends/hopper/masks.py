@@ -201,6 +201,16 @@ def skipped_lists(tensors: Operands) -> BlockLists | None:
     return BlockLists.of(tensors.attn_mask, tensors.mask_blocks)
 
 
+def program_inputs(tensors: Operands) -> Operands:
+    """The tensors of a program as kernels read them: contiguous, so that pairs are aligned."""
+    changed = {}
+    for name in ("term_values", "term_indices", "tile_runs"):
+        t = getattr(tensors, name)
+        if t is not None and (t.data_ptr() & 7 or not t.is_contiguous()):
+            changed[name] = t.clone(memory_format=torch.contiguous_format)
+    return tensors._replace(**changed) if changed else tensors
+
+
 # Dropout: a word for each query of each head, written or copied before the kernels that drop.
 #
 # A word is the part of the rule's hash (`backends/dropout.py`) that does not depend on the key, so

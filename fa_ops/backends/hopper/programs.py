@@ -74,10 +74,10 @@ _LIMIT = 2**31
 _SAFE = 2**28  # integers whose sums of a few do not overflow
 _LARGE_CAP = 256.0  # from here on an error of 1e-7 of it is noticeable in a score
 
-_ELEMENT = (
-    "const ProgramTile& t, const ProgramRow& r, const ProgramColumn& c, const ProgramBlock& x, "
-    "int R, int C"
+_ARGUMENTS = (
+    "const ProgramTile& t, const ProgramRow& r, const ProgramColumn& c, const ProgramBlock& x"
 )
+_ELEMENT = f"{_ARGUMENTS}, int R, int C"
 
 
 @functools.lru_cache(1024)
@@ -213,9 +213,7 @@ class _Emission:
         if term.domain in (ROW, COLUMN):
             return f"{'r' if term.domain == ROW else 'c'}.t{number}"
         if term.domain == DISTANCE:
-            name = self._block_field(("at", number), f"const {_TYPES[term.type]}*",
-                                     f"t.at{number} + (q - k)")  # fmt: skip
-            return f"program_load({name} + (R - C))"
+            return f"x.distance{number}(R, C)"
         rows, columns = term.block
         row = f"(unsigned)min(x.q + R, t.Sq - 1) / {rows}u"
         column = f"(unsigned)min(x.k + C, t.Sk - 1) / {columns}u"
@@ -263,14 +261,21 @@ class _Emission:
         tile = ["int b, h, Sq, Sk", *pointers.values()]
         tile += [f"long long across{i}" for i, t in self.used.items() if t.domain == BLOCKS]
         tile += [f"{_TYPES[node.type]} {name}" for node, name in self.tile.items()]
-        block = ["int q, k", *(pointers[i] for i, _ in self._terms_of(ROW, COLUMN))]
+        block = ["int q, k", *(pointers[i] for i, _ in self._terms_of(ROW, COLUMN, DISTANCE))]
         block += [f"{type} {name}" for name, type, _ in self.block.values()]
+        block += [
+            f"DEVICE {_TYPES[term.type]} distance{i}(int R, int C) const "
+            f"{{ return program_load(at{i} + (R - C)); }}"
+            for i, term in self._terms_of(DISTANCE)
+        ]
         structs = {"Tile": tile, "Block": block}
         for name, domain in (("Row", ROW), ("Column", COLUMN)):
             found = self._terms_of(domain)
             structs[name] = [f"{_TYPES[term.type]} t{i}" for i, term in found]
         return "\n".join(
-            f"struct Program{name} {{\n" + "".join(f"  {field};\n" for field in fields) + "};"
+            f"struct Program{name} {{\n"
+            + "".join(f"  {x}{'' if x[-1] == '}' else ';'}\n" for x in fields)
+            + "};"
             for name, fields in structs.items()
         )
 
@@ -340,6 +345,7 @@ class _Emission:
             found.append(_function(head, [f"Program{name} y = {{}};", *loads, "return y;"]))
         values = [f"x.at{i} = t.at{i} + q;" for i, _ in self._terms_of(ROW)]
         values += [f"x.at{i} = t.at{i} + k;" for i, _ in self._terms_of(COLUMN)]
+        values += [f"x.at{i} = t.at{i} + (q - k);" for i, _ in self._terms_of(DISTANCE)]
         values += [f"x.{name} = {value};" for name, _, value in self.block.values()]
         head = "ProgramBlock program_block(const ProgramTile& t, int q, int k)"
         lines = ["ProgramBlock x = {};", "x.q = q, x.k = k;", *values, "return x;"]

@@ -22,6 +22,16 @@ static float2 unpack_halves(u32 x) {
   return std::memcpy(y, &x, 4), float2{(float)y[0], (float)y[1]};
 }
 """
+# What programs.cuh and score_program.cuh need of `ptx.cuh`.
+PROGRAM_PTX = """
+template <class T> static T __ldg(const T* x) { return *x; }
+static float tanh_precise(float x) { return tanhf(x); }
+static float rsqrtf(float x) { return 1.f / sqrtf(x); }
+static float sin_fast(float x) { return sinf(x); }
+static float cos_fast(float x) { return cosf(x); }
+static float nan_min(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
+static float nan_max(float a, float b) { return a != a ? a : b != b ? b : a < b ? b : a; }
+"""
 # In place of `ptx.cuh`, for one warp at a time. The lanes of a warp are coroutines: one that
 # exchanges a value continues when all have.
 WARP = """

@@ -15,21 +15,16 @@ from fa_ops.call.options import NO_OPERANDS
 from fa_ops.programs import tiles
 from fa_ops.programs.evaluation import Elements
 from fa_ops.programs.program import parse
-from tests.backends.hopper.cuda_as_cpp import needs_compiler
+from tests.backends.hopper.cuda_as_cpp import PROGRAM_PTX, needs_compiler
 from tests.backends.hopper.cuda_cluster import PTX, compiled
 from tests.backends.hopper.cuda_forward import FORWARD_PTX
 
 pytestmark = needs_compiler
 D, SCALE = 16, 0.3
-PROGRAM_PTX = r"""
+BACKWARD_PTX = (
+    PROGRAM_PTX
+    + r"""
 template <class T> static T __ldcg(const T* x) { return *x; }
-template <class T> static T __ldg(const T* x) { return *x; }
-static float sin_fast(float x) { return sinf(x); }
-static float cos_fast(float x) { return cosf(x); }
-static float tanh_precise(float x) { return tanhf(x); }
-static float rsqrtf(float x) { return 1.f / sqrtf(x); }
-static float nan_min(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
-static float nan_max(float a, float b) { return a != a ? a : b != b ? b : a < b ? b : a; }
 static u32 pack_bf16(float low, float high) { return pack(low, high); }
 static float2 unpack_bf16(u32 x) { return {value_of(x), value_of(x >> 16)}; }
 static u32 pack_f16(float low, float high) {
@@ -42,6 +37,7 @@ static float2 unpack_f16(u32 x) {
   return std::memcpy(y, &x, 4), float2{(float)y[0], (float)y[1]};
 }
 """
+)
 CALL = r"""
 #include KERNEL_FILE
 static BackwardParams params;
@@ -119,7 +115,7 @@ def kernel(tmp_path_factory):
             call = CALL.replace("KERNEL_FILE", f'"{file}"').replace("KERNEL(", f"{entry}(")
             library = compiled(
                 tmp_path_factory.mktemp("programs"), file,
-                f"#define SCALE {SCALE}f\n{call}", defines, machine + FORWARD_PTX + PROGRAM_PTX,
+                f"#define SCALE {SCALE}f\n{call}", defines, machine + FORWARD_PTX + BACKWARD_PTX,
                 {"score_program.cuh": program.header},
             )  # fmt: skip
             made[key] = library, config

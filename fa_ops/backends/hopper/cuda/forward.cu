@@ -15,7 +15,7 @@
 // Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM HEAD_FEATURES VALUE_FEATURES STAGES QUERY_STAGES
 // PACKED_HEADS RESCALE_THRESHOLD SHARED_BYTES HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP
 // HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS IS_PAGED COPY_KEYS WHOLE_ROWS SPLITS_KEYS
-// PACKED_QUERIES CTAS SKIPS_TILES
+// PACKED_QUERIES CTAS SKIPS_TILES HAS_PROGRAM
 #include "forward_rows.cuh"
 #include "tile_producer.cuh"
 #include "wgmma.cuh"
@@ -42,17 +42,19 @@ static_assert(!HAS_MASK || BLOCK_N <= 128, "eight lanes of 16 keys, and four wor
 static_assert(!HAS_HELPERS || CONSUMERS <= 3, "a warp for each consumer beside the one that copies");
 static_assert(!IS_PAGED || !(HAS_HELPERS || HAS_RANGES),
               "pages may hold anything before the begin of a range");
-static_assert(PACKED_HEADS == 1 || !(HAS_HELPERS || HAS_RANGES || HAS_ALIBI || HAS_DROPOUT),
+static_assert(PACKED_HEADS == 1 || !(HAS_HELPERS || HAS_RANGES || HAS_ALIBI || HAS_DROPOUT || HAS_PROGRAM),
               "one head's are looked up");
 static_assert(!PACKED_QUERIES || IS_PAGED, "contiguous keys are packed too, and have ranges");
 static_assert(!SPLITS_KEYS || !(HAS_HELPERS || HAS_RANGES || HAS_DROPOUT || HAS_SINKS),
               "a sink joins the sum of all parts; ranges may begin inside a block");
 static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weights");
-static_assert(!SKIPS_TILES || HAS_HELPERS, "tiles of a mask");
+static_assert(!SKIPS_TILES || HAS_HELPERS || HAS_PROGRAM, "tiles of a mask");
+static_assert(!HAS_PROGRAM || !(HAS_HELPERS || IS_PAGED || SPLITS_KEYS), "they have no program");
 
 // With SKIPS_TILES the producer publishes one word per K stage: the block that it copies there, whether the
 // mask keeps everything in that block, and whether it is the work item's last. The warps that load the mask
-// read the word as soon as the copy is issued, consumers once it has completed.
+// read the word as soon as the copy is issued, consumers once it has completed. The mask of a program is
+// computed by the consumers, except in blocks that it keeps.
 DEVICE constexpr u32 step_of(int block, bool is_full, bool is_last) {
   return (u32)block << 2 | is_full << 1 | is_last;
 }
@@ -60,7 +62,7 @@ DEVICE constexpr int block_of_step(u32 step) { return step >> 2; }
 DEVICE constexpr bool step_is_full(u32 step) { return step & 2; }
 DEVICE constexpr bool step_is_last(u32 step) { return step & 1; }
 // The number of arrivals that release a K stage.
-constexpr int KEY_READERS = 4 * CONSUMERS + (SKIPS_TILES ? 32 * CONSUMERS : 0);
+constexpr int KEY_READERS = 4 * CONSUMERS + (SKIPS_TILES && HAS_HELPERS ? 32 * CONSUMERS : 0);
 
 // Offsets in shared memory, in order. Barriers have one mbarrier for each slot.
 struct ForwardShared {
@@ -89,7 +91,7 @@ struct ForwardShared {
         helper_full(mask + CONSUMERS * MASK_BYTES),
         helper_empty(helper_full + 8 * CONSUMERS),
         pages(mask),
-        steps_full(helper_empty + 8 * CONSUMERS),
+        steps_full(HAS_HELPERS ? helper_empty + 8 * CONSUMERS : mask),
         steps(steps_full + 8 * STAGES),
         end(SKIPS_TILES   ? steps + 4 * STAGES
             : HAS_HELPERS ? helper_empty + 8 * CONSUMERS
@@ -233,7 +235,11 @@ DEVICE void load_walk(const ForwardParams& p, const ForwardShared& sm, WorkItem 
   if (block < begin) load_queries(p, sm, tile, work);
 #pragma unroll 1
   while (block >= begin) {
+#if HAS_PROGRAM
+    const bool is_full = item.walk.is_full(block, p.program.runs.columns);
+#else
     const bool is_full = item.walk.is_full(block);
+#endif
     const int next = item.walk.seek(block - 1);
     publish_step(sm, k, step_of(block, is_full, next < begin));
     load_block<QK_COLUMNS>(sm.k, sm.k_full, sm.k_empty, p.k, k, block, h, tile.b);
@@ -386,8 +392,8 @@ static_assert(!SPECULATES_MAX || (SCORES / 2 << RESCALE_THRESHOLD) < MAX_PARTIAL
               "a step corrects or moves a running max, not both");
 
 // A consumer visits only the blocks that its own rows attend, unless a helper warp loads a mask or a bias for
-// each block of the tile.
-constexpr bool SKIPS_BLOCKS = !HAS_HELPERS;
+// each block of the tile, or the producer lists them.
+constexpr bool SKIPS_BLOCKS = !HAS_HELPERS && !SKIPS_TILES;
 
 // With a softcap and nothing that changes scores after it, the softmax computes tanh of small scores on its
 // way to the exponents, where its last product costs nothing.
@@ -428,6 +434,11 @@ struct ForwardConsumer {
   bool is_uncapped;           // with CAPS_IN_SOFTMAX: the scores are small, and still products
 #if HAS_ALIBI
   AlibiRows alibi;
+#endif
+#if HAS_PROGRAM
+  ProgramTile program;
+  ProgramRow program_values[2];  // of this thread's two rows
+  int first_query;               // the first of them
 #endif
 
   DEVICE ForwardConsumer(const ForwardParams& p, const ForwardShared& sm, int c)
@@ -501,6 +512,34 @@ struct ForwardConsumer {
     return softmax.exponentiate<ROW>(s, p.scale_log2);
   }
 
+#if HAS_PROGRAM
+  // Calls `change(i, r, c, R, C)` for each score: its number, its row and column, and their offsets in `x`.
+  template <class Change> DEVICE void for_each_score(const ProgramBlock& x, Change change) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+      ProgramColumn columns[2] = {};
+      program_columns(x, column_offset(i), columns[0], columns[1]);
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        change(i + e, program_values[e >> 1], columns[e & 1], (e >> 1) * 8, column_offset(i + e));
+    }
+  }
+
+  // The offset of the queries is opaque: the compiler would keep values of all columns for a whole loop. It
+  // is faster to change all scores first than each on the way to its exponent, 1.07 to 1.13 for a product.
+  DEVICE void apply_program(int block) {
+    const ProgramBlock x = program_block(program, (int)opaque(first_query), column(block, 0));
+    if (PROGRAM_HAS_SCORE)
+      for_each_score(x, [&](int i, const ProgramRow& r, const ProgramColumn& c, int R, int C) {
+        s[i] = program_score(program, r, c, x, R, C, s[i]);
+      });
+    if (PROGRAM_HAS_MASK && !mask_is_full())
+      for_each_score(x, [&](int i, const ProgramRow& r, const ProgramColumn& c, int R, int C) {
+        if (!program_keeps(program, r, c, x, R, C)) s[i] = -INFINITE;
+      });
+  }
+#endif
+
   // All operations between the product of the scores and the softmax.
   DEVICE void modify_scores(int block, const BlockRange& n) {
 #if HAS_SOFTCAP
@@ -514,6 +553,9 @@ struct ForwardConsumer {
     const AlibiBlock x = alibi.block(column(block, 0));
 #pragma unroll
     for (int i = 0; i < SCORES; i++) s[i] = x.lowered(s[i], i);
+#endif
+#if HAS_PROGRAM
+    apply_program(block);
 #endif
 #if HAS_MASK
     apply_mask();
@@ -889,6 +931,12 @@ struct ForwardConsumer {
         const Alibi x = alibi_of_row(p, tile, row + 8 * r, item.keys);
         alibi.slope[r] = x.slope, alibi.column[r] = row + 8 * r + x.shift;
       }
+#endif
+#if HAS_PROGRAM
+      first_query = row;
+      program = program_tile(p.program.inputs, tile.b, tile.h);
+#pragma unroll
+      for (int r = 0; r < 2; r++) program_values[r] = program_row(program, row + 8 * r);
 #endif
 #if HAS_DROPOUT
       read_row_seeds(tile, row);

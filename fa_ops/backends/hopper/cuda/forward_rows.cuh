@@ -5,11 +5,18 @@
 #include "dropout.cuh"
 #include "exact_row.cuh"
 #include "masks.cuh"
-#include "softmax.cuh"
-#include "tiles.cuh"
 #if HAS_PROGRAM
 #include "programs.cuh"
 #include "score_program.cuh"
+#endif
+#include "softmax.cuh"
+#include "tiles.cuh"
+
+#if HAS_PROGRAM
+struct ForwardProgram {
+  ProgramInputs inputs;
+  TileRuns runs;  // with SKIPS_TILES
+};
 #endif
 
 // fa_ops/backends/hopper/runtime/structs.py reads this declaration.
@@ -42,7 +49,7 @@ struct ForwardParams {
   Bias bias;
 #endif
 #if HAS_PROGRAM
-  ProgramInputs program;
+  ForwardProgram program;
 #endif
 };
 
@@ -95,6 +102,10 @@ struct ForwardExactRow {
   int begin, end;
   float scale_log2;
   const Element* query;
+#if HAS_PROGRAM
+  const ProgramTile program;
+  const ProgramRow program_values;
+#endif
 
   DEVICE ForwardExactRow(const ForwardParams& p, const Tile& tile, int row)
       : p(p),
@@ -102,7 +113,13 @@ struct ForwardExactRow {
         row(row),
         keys(keys_of(p, tile.b)),
         scale_log2(p.scale_log2),
-        query(row_at(p.q_rows, p.q_strides, batch_of(tile), tile.h, token_of(tile, row))) {
+        query(row_at(p.q_rows, p.q_strides, batch_of(tile), tile.h, token_of(tile, row)))
+#if HAS_PROGRAM
+        ,
+        program(program_tile(p.program.inputs, tile.b, tile.h)),
+        program_values(program_row(program, row))
+#endif
+  {
     const KeyRange range = row_range(p, tile, row, keys);
     begin = warp_uniform(range.begin), end = warp_uniform(range.end);
   }
@@ -119,6 +136,9 @@ struct ForwardExactRow {
   DEVICE bool attends([[maybe_unused]] int key) const {
 #if HAS_MASK
     return p.mask[tile.b * p.mask_b + tile.h * p.mask_h + row * p.mask_q + key / 8] >> (key & 7) & 1;
+#elif HAS_PROGRAM
+    const ProgramBlock x = program_block(program, row, key);
+    return program_keeps(program, program_values, program_column(program, key), x, 0, 0);
 #elif IS_PAGED
     return p.pages.exists(p.pages.page_of(tile.b, key));
 #else
@@ -134,6 +154,11 @@ struct ForwardExactRow {
 #if HAS_ALIBI
     const Alibi alibi = alibi_of_row(p, tile, row, keys);
     s -= alibi.slope * fabsf((float)(row + alibi.shift - key));
+#endif
+#if HAS_PROGRAM
+    const ProgramBlock x = program_block(program, row, key);
+    if (PROGRAM_HAS_SCORE)
+      s = program_score(program, program_values, program_column(program, key), x, 0, 0, s);
 #endif
 #if BIAS_BITS
     const float bias = bias_at(p.bias, tile.b, tile.h, row, key);

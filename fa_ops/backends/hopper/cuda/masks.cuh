@@ -140,6 +140,41 @@ template <int BLOCK> DEVICE ListedBlocks blocks_of_runs(const int* line, int bas
   return {__reduce_or_sync(~0u, some), __reduce_or_sync(~0u, full)};
 }
 
+// Iterates backwards over the blocks of BLOCK keys that overlap a run.
+template <int BLOCK> struct RunWalk {
+  const int* pairs;
+  int at, first, end;  // the next run to visit, -1 if there is none, and its tiles
+  bool mixed;
+
+  DEVICE void start(const int* line) {
+    pairs = line + 1;
+    at = max(0, min(line[0], MAX_RUNS)) - 1;
+    load();
+  }
+
+  // The last block up to `block` that overlaps a run, or a negative number.
+  DEVICE int seek(int block) {
+    while (at >= 0 && first * MASK_TILE >= (block + 1) * BLOCK) at--, load();
+    return at < 0 ? -1 : min(block, (end * MASK_TILE - 1) / BLOCK);
+  }
+
+  // Whether the mask keeps all of `block`, which `seek` has returned last; `tiles`: their number in a row.
+  DEVICE bool is_full(int block, int tiles) const {
+    const int last = min((block * BLOCK + BLOCK - 1) / MASK_TILE, tiles - 1);
+    return !mixed && first <= block * BLOCK / MASK_TILE && last < end;
+  }
+
+ private:
+  DEVICE void load() {
+    constexpr int MOST = UNBOUNDED / MASK_TILE;
+    first = end = 0, mixed = true;
+    if (at < 0) return;
+    const int coded = pairs[2 * at + 1];
+    first = max(0, min(pairs[2 * at], MOST));
+    end = first + max(0, min(coded >> 1, MOST)), mixed = coded & 1;
+  }
+};
+
 // A float mask that is added to the scores, as tiles of 64 queries in shared memory. A tile is a sequence of
 // boxes with 128 swizzled bytes per row.
 

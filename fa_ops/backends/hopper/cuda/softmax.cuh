@@ -8,6 +8,10 @@
 // special case.
 #if BIAS_BITS
 constexpr float UNINITIALISED_MAX = -3.4028235e38f;  // finite fill values of masks count as scores
+#elif HAS_PROGRAM
+// Its product with log2(e) is finite. Finite fill values may be less: a row of nothing else gets the other
+// maximum, and no weight, and is attended exactly.
+constexpr float UNINITIALISED_MAX = PROGRAM_HAS_SCORE ? -2.3e38f : -1e30f, FILLED_MAX = -2e38f;
 #else
 constexpr float UNINITIALISED_MAX = -1e30f;
 #endif
@@ -40,6 +44,9 @@ template <int SCORES> struct Softmax {
     float& row_max = ROW ? max1 : max0;
     float& rescale = ROW ? rescale1 : rescale0;
     rescale = 1.f;
+#if HAS_PROGRAM
+    if (PROGRAM_HAS_SCORE && x > -INFINITE) x = fmaxf(x, FILLED_MAX);
+#endif
     const bool moves = __any_sync(~0u, (x - row_max) * scale_log2 > RESCALE_THRESHOLD);
     if (moves) {
       x = fmaxf(x, __shfl_xor_sync(~0u, x, 1)), x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -141,12 +148,19 @@ template <int SCORES> struct Softmax {
 DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sink, float sink,
                         float& inverse) {
 #if BIAS_BITS
-  const float max2 = fmaxf(row_max * scale_log2, UNINITIALISED_MAX);
-  const float lse = sum == 0.f ? -INFINITE : row_max + log2_fast(sum) * LN2;
+  constexpr bool IS_NATURAL = true;
+#elif HAS_PROGRAM
+  constexpr bool IS_NATURAL = PROGRAM_HAS_SCORE;
 #else
-  const float max2 = row_max * scale_log2;
-  const float lse = sum == 0.f ? -INFINITE : (max2 + log2_fast(sum)) * LN2;
+  constexpr bool IS_NATURAL = false;
 #endif
+  float max2 = row_max * scale_log2, lse;
+  if (IS_NATURAL) {
+    max2 = fmaxf(max2, -3.4028235e38f);
+    lse = sum == 0.f ? -INFINITE : row_max + log2_fast(sum) * LN2;
+  } else {
+    lse = sum == 0.f ? -INFINITE : (max2 + log2_fast(sum)) * LN2;
+  }
   inverse = sum == 0.f ? 0.f : 1.f / sum;
   if (!has_sink || sink == -INFINITE) return lse;
   const float sink2 = sink * LOG2E;  // may be infinite; then the keys have no weight

@@ -125,7 +125,7 @@ template <class Params> DEVICE Tile tile_at(const Params& p, int t, Cursor&) {
 #endif
   const int sec = t / per, r = t - sec * per;
   const int inside = min(p.section, heads - sec * p.section);
-#if HAS_WINDOW || HAS_RANGES || HAS_MASK || BIAS_BITS  // most masks are causal
+#if HAS_WINDOW || HAS_RANGES || HAS_MASK || BIAS_BITS || SKIPS_TILES  // most masks are causal
   const int m = p.m_blocks - 1 - r / inside, head = sec * p.section + r % inside;
 #else
   const int m = r % p.m_blocks, head = sec * p.section + r / p.m_blocks;
@@ -243,7 +243,12 @@ struct WorkItem {
   int keys;
   BlockRange blocks;
 #if SKIPS_TILES
-  TileWalk<BLOCK_N> walk;  // the iteration over listed tiles, used by the producer alone; not published
+  // The iteration over listed tiles, used by the producer alone; not published.
+#if HAS_PROGRAM
+  RunWalk<BLOCK_N> walk;
+#else
+  TileWalk<BLOCK_N> walk;
+#endif
 #endif
 };
 #if PACKED_QUERIES
@@ -260,8 +265,12 @@ static_assert(MASK_TILE % BLOCK_M == 0, "a tile's queries have one list");
 template <class Params> DEVICE void find_tiles(const Params& p, WorkItem& item) {
   BlockRange& n = item.blocks;
   if (n.end <= n.begin) return;
+#if HAS_PROGRAM
+  item.walk.start(line_of_runs<true>(p.program.runs, item.tile.b, item.tile.h, item.tile.m0));
+#else
   const TileList list = tile_list<true>(mask_blocks_of(p), item.tile.b, item.tile.h, item.tile.m0);
   item.walk.template start<HAS_WINDOW || HAS_KV_LENS || HAS_RANGES>(list, n.end - 1);
+#endif
   n.end = item.walk.seek(n.end - 1) + 1;
   if (n.end <= n.begin) n.begin = n.end = 0;
 }
