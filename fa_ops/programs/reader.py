@@ -266,6 +266,8 @@ class _Session(TorchFunctionMode):
 
     def _lowered(self, name: str, x: dict[str, Any], dtype: torch.dtype, given: dict) -> Node:
         type, rule = TYPES.get(dtype), _RULES.get(name)
+        if type == INT and dtype.itemsize < 4:  # in which torch has the numbers, too
+            x = {n: _in_range(value, dtype) for n, value in x.items()}
         call, base, name = _AtenCall(self.e, name, x, type, given), name, self.decomposed or name
         if type is None or rule is None:
             self.refuse(
@@ -294,8 +296,18 @@ def _wrapped(e: Expressions, node: Node, dtype: torch.dtype) -> Node:
     if TYPES[dtype] != INT or dtype.itemsize > 2:
         return node
     low, size = torch.iinfo(dtype).min, 2 ** (8 * dtype.itemsize)
+    if node.op == "const":
+        return e.constant(_in_range(node.value, dtype), INT)
     shifted = e.make("sub", node, e.constant(low, INT))
     return e.make("add", e.make("mod", shifted, e.constant(size, INT)), e.constant(low, INT))
+
+
+def _in_range(x: object, dtype: torch.dtype) -> object:
+    """A number as a dtype of small integers has it; others as they are."""
+    if type(x) is not int:
+        return x
+    low = torch.iinfo(dtype).min
+    return (x - low) % 2 ** (8 * dtype.itemsize) + low
 
 
 def _dtype_of(x: SymInt | SymFloat) -> torch.dtype:
@@ -376,11 +388,9 @@ class _AtenCall(NamedTuple):
         """A number, or a node, in a type."""
         return self.e.cast(x, type) if isinstance(x, Node) else self.e.constant(x, type)
 
-    def common(self, a: str, b: str) -> str:
-        """The type in which two arguments are compared."""
-        x, y = self.given[a], self.given[b]
-        dtype = torch.result_type(_on_meta(x), _on_meta(y))
-        return TYPES[dtype]
+    def common(self, a: str, b: str) -> torch.dtype:
+        """The dtype in which two arguments are compared."""
+        return torch.result_type(*(_on_meta(self.given[name]) for name in (a, b)))
 
 
 def _arithmetic(c: _AtenCall) -> Node:
@@ -418,7 +428,10 @@ def _remainder(c: _AtenCall) -> Node:
 
 
 def _comparison(c: _AtenCall) -> Node:
-    type, name = c.common("self", "other"), c.name
+    dtype, name = c.common("self", "other"), c.name
+    type = TYPES[dtype]
+    if type == INT and dtype.itemsize < 4:
+        c = c._replace(x={n: _in_range(value, dtype) for n, value in c.x.items()})
     a, b = c.node("self", type), c.node("other", type)
     if type == BOOL and name not in ("eq", "ne"):
         a, b = c.e.cast(a, INT), c.e.cast(b, INT)

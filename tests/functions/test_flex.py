@@ -321,6 +321,7 @@ def test_small_integers_wrap_around(dtype):
         lambda b, h, i, j: t[i] - t[j] < 20,
         lambda b, h, i, j: (t[i] * t[j] + 100 > 50) | (-t[i] < ~t[j]),
         lambda b, h, i, j: (7 * i - 300 * j).to(dtype) < 20,
+        lambda b, h, i, j: (t[j] == -1) | (t[i] % -3 < t[j] // -4),
     )
     for mask_mod in functions:
         out = fa_ops.flex_attention(q, k, v, mask_mod=mask_mod)
