@@ -225,7 +225,8 @@ def mask_quantities(lengths: list[int], device: str, only: str | None = None) ->
             make = functools.partial(torch_flex.create_block_mask, mask, None, None, S, S)
             return Run(lambda _: make(device=device).kv_num_blocks)
 
-        ours = lambda: Run(lambda _: fa_ops.mask_tiles(mask, None, None, S, S))  # noqa: E731
+        make_ours = functools.partial(fa_ops.mask_tiles, mask, None, None, S, S, device)
+        ours = lambda: Run(lambda _: make_ours())  # noqa: E731
         return {"mask_tiles": ours, "create_block_mask": theirs}
 
     chosen = options.matching(only, masks(1, "cpu"), "mask")

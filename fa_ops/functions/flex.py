@@ -529,17 +529,40 @@ def _whole_mask(
     mask_mod: MaskMod, buffers: tuple, sizes: tuple, device: torch.device
 ) -> tuple[ScoreProgram | None, list[Tensor]]:
     """A mask as a program alone and its terms; None where it reads by query and key."""
-    e, tensors = Expressions(), []
-    root = read(mask_mod, "mask_mod", e, device, torch.float32, tensors, buffers).root
-    name = name_of("mask_mod", mask_mod)
-    found = split(e, None, [root], [False] * len(tensors), name, whole=True)
+    program, packed = packed_mask(mask_mod, buffers, sizes, device)
+    return program, [] if program is None else program.views(*packed, *sizes)
+
+
+def packed_mask(
+    mask_mod: MaskMod, buffers: tuple, sizes: tuple, device: torch.device
+) -> tuple[ScoreProgram | None, tuple[Tensor | None, Tensor | None]]:
+    """The same with the terms as operators take them, floats and integers."""
+    identity = identity_of(mask_mod)
+    captured = *identity.tensors, *buffers
+    first = (next(i for i, x in enumerate(captured) if x is t) for t in buffers)
+    of_buffers = tuple((at, t.dtype, tuple(t.shape)) for at, t in zip(first, buffers, strict=True))
+    key = identity.key, of_buffers, device
+    known = None if identity.key is None else _whole_masks.get(key)
+    if known is None:
+        e, tensors = Expressions(), []
+        reading = read(mask_mod, "mask_mod", e, device, torch.float32, tensors, buffers)
+        name = name_of("mask_mod", mask_mod)
+        found = split(e, None, [reading.root], [False] * len(tensors), name, whole=True)
+        known = found, _places_of(tensors, captured, reading.made)
+        if identity.key is not None and not any(place == -1 for place, _ in known[1]):
+            if len(_whole_masks) >= _LIMIT:
+                _whole_masks.clear()
+            _whole_masks[key] = known
+    found, places = known
     if found.program is None or found.dense_mask is not None:
-        return None, []
+        return None, (None, None)
+    tensors = [captured[place] if place >= 0 else t for place, t in places]
     prologue = Prologue(found, tensors, sizes, torch.float32, device)
-    return found.program, found.program.views(*prologue.packed_terms(), *sizes)
+    return found.program, tuple(prologue.packed_terms())
 
 
 _LIMIT = 1024
+_whole_masks: dict[tuple, tuple[Split, tuple]] = {}
 _splits: dict[tuple, tuple[Split, tuple]] = {}
 
 
@@ -610,11 +633,16 @@ def _read_and_split(
     varying = frozenset() if found.program is None else _varying_constants(str(found.program))
     if varying:
         found = split(e, score, conditions, grads, name, varying=varying)
+    return found, _places_of(tensors, captured, made)
+
+
+def _places_of(tensors: Sequence[Tensor], captured: Sequence[Tensor], made: set[int]) -> tuple:
+    """Of each tensor its place in `captured`; or -1, -2 if a function made it, and the tensor."""
     places = []
     for i, t in enumerate(tensors):
         at = next((at for at, x in enumerate(captured) if x is t), -2 if i in made else -1)
         places.append((at, t if at < 0 else None))
-    return found, tuple(places)
+    return tuple(places)
 
 
 _programs: dict[str, tuple[list[str], set[int]]] = {}  # by their text without constants
@@ -677,18 +705,20 @@ def mask_tiles(
 ) -> Tensor:  # fmt: skip
     r"""Lists the tiles of a mask that :func:`flex_attention` may skip, without its elements.
 
-    The mask's function is analysed by intervals, on the CPU, in memory linear in the lengths. Pass
+    The mask's function is analysed by intervals, in memory linear in the lengths: on a GPU by a
+    kernel, which nothing waits for, if that is where the function's tensors or the result are. Pass
     the result as ``block_mask`` beside the same ``mask_mod``, made once for all layers. Results do
     not depend on it while what the function captures keeps its values.
 
     Args:
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, as :func:`flex_attention` takes it. The values
-            of what it captures are read, from a GPU with a synchronisation.
+            of what it captures are read.
         B: rows of the batch; None: 1.
         H: query heads; None: 1.
         Sq: queries.
         Sk: keys.
-        device: of the result; None: that of captured tensors, or the CPU.
+        device: of the result; None: that of captured tensors, or the CPU. Tensors elsewhere are
+            analysed where they are.
         buffers: tensors that are given to ``mask_mod`` behind the indices.
 
     Returns:
@@ -712,15 +742,15 @@ def mask_tiles(
         if need_int(name, size) < 0:
             raise ValueError(f"{name} must be at least 0, got {size}: it is a number of elements")
     captured = (*identity_of(mask_mod).tensors, *buffers)
-    where = captured[0].device if captured else torch.device("cpu")
+    wanted = None if device is None else torch.device(device)
+    where = captured[0].device if captured else wanted or torch.device("cpu")
     if not tracing.can_read(*captured, waiting=True) or tracing.in_functorch():
         raise NotImplementedError("mask_tiles reads the values that mask_mod captures, which are "
                                   "not known while this is traced: call it before")  # fmt: skip
-    program, terms = _whole_mask(mask_mod, tuple(buffers), sizes, where)
+    program, packed = packed_mask(mask_mod, tuple(buffers), sizes, where)
     if program is None:
         raise NotImplementedError(
             f"{name_of('mask_mod', mask_mod)} reads a tensor by query and key: "
             "its tiles are known from the tensor alone, by fa_ops.mask_blocks"
         )
-    runs = tiles.tile_runs(program, terms, sizes)
-    return runs.to(where if device is None else device)
+    return tile_cache.runs_of_program(str(program), *packed, sizes, where).to(wanted or where)

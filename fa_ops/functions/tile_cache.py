@@ -1,6 +1,9 @@
 """Runs of tiles that calls of flex_attention visit: made once they pay, kept while they are right.
 
-A mask's intervals are analysed on the host in time that grows with its tiles. A call that takes
+On a GPU a kernel finds them in each call that takes longer than that: in less time than to learn
+whether those of an earlier call are still right, and without waiting.
+
+Elsewhere a mask is analysed on the host in time that grows with its tiles. A call that takes
 much longer is preceded by the analysis; others add up what they take without runs, and the one by
 which that exceeds the analysis makes them. So no mask costs more than about twice what it must,
 whether it serves one call or all layers of a model.
@@ -27,16 +30,25 @@ from torch import Tensor
 
 from fa_ops import tracing
 from fa_ops.ops.programmed import PROGRAM_TILES
+from fa_ops.plans import dispatch
 from fa_ops.programs import tiles
 from fa_ops.programs.expressions import FLOAT, INT, Node, order
-from fa_ops.programs.program import MAX_RUNS, TILE_SIZE, ScoreProgram
+from fa_ops.programs.program import (
+    MAX_RUNS,
+    TILE_SIZE,
+    ScoreProgram,
+    constants_of,
+    parse,
+)
 from fa_ops.programs.splitting import Split
 
 _MOST_KEPT = 32  # masks
 _MOST_TILES = 2**20  # of all batches and heads: hosts of kernels look at each of them
 _MOST_LINES = 2**15  # rows and columns of tiles likewise, of 132 bytes
-# Seconds, on a GPU of the H200 in bfloat16: of the wait for terms, and of the analysis there
+# Seconds, on a GPU of the H200 in bfloat16: of the wait for terms; of the analysis there, by
+# operations of torch; and by the kernel, and of its tiles
 _OF_WAITING, _OF_DEVICE = 1e-4, 3e-4
+_OF_KERNEL, _OF_TILE = 4e-5, 5e-11
 _RATE = 5e14  # floating-point operations a second
 FIND_TILES = ("cpu",)  # devices whose backend finds tiles where it is given none
 _UNKNOWN = 4096  # queries, or keys, where a graph is for any number
@@ -140,6 +152,16 @@ class MaskedCall(NamedTuple):
         waiting = 0.0 if self.device.type == "cpu" else _OF_WAITING
         return waiting + tiles.seconds_of_analysis(self.split.program, self.sizes)
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel of the device finds the tiles."""
+        return dispatch.tile_finder(self.device, tuple(map(hint, self.sizes))) is not None
+
+    def seconds_on_device(self) -> float:
+        """The same where they are made on the device, without waiting for it."""
+        m, n = self.grid
+        return _OF_KERNEL + _OF_TILE * self.heads * m * n if self.has_kernel else _OF_DEVICE
+
     def seconds_that_tiles_save(self) -> float:
         """An estimate of what the call, and its backward pass, may take less with runs."""
         B, H, Sq, _ = map(hint, self.sizes)
@@ -182,7 +204,7 @@ def traced_runs_of(call: MaskedCall) -> Tensor | None:
     """The runs of a call's tiles by an operator in the graph, where that pays; or None."""
     if call.device.type in FIND_TILES or tracing.in_functorch() or call.refusal_of_sizes():
         return None
-    if call.seconds_that_tiles_save() < _OF_DEVICE:
+    if call.seconds_that_tiles_save() < call.seconds_on_device():
         return None
     mask, program = _mask_of(call.split), call.split.program
     values, indices = call.term_values, call.term_indices
@@ -193,11 +215,44 @@ def traced_runs_of(call: MaskedCall) -> Tensor | None:
         values, indices = (
             program.pack(t, kept, call.sizes, kept[0]) if kept else None for t in (FLOAT, INT)
         )
+    return _by_operator(str(program), values, indices, call.sizes, call.device)
+
+
+def _by_operator(
+    text: str, values: Tensor | None, indices: Tensor | None, sizes: tuple, device: torch.device
+) -> Tensor:
+    values = values if values is None else values.detach()
     like = values if values is not None else indices
     if like is None:
-        like = torch.zeros((), device=call.device)
-    values = values if values is None else values.detach()
-    return PROGRAM_TILES(like.detach(), str(program), *call.sizes, values, indices)
+        like = torch.zeros((), device=device)
+    return PROGRAM_TILES(like, text, *sizes, values, indices)
+
+
+_MOST_NUMBERS = 8  # with which programs that are otherwise equal are compiled
+_compiled: dict[str, set[str]] = {}  # programs by their text without numbers
+
+
+def _is_compiled(text: str) -> bool:
+    if len(_compiled) >= 1024:
+        _compiled.clear()
+    known = _compiled.setdefault(constants_of(text)[0], set())
+    if len(known) < _MOST_NUMBERS:
+        known.add(text)
+    return text in known
+
+
+def runs_of_program(
+    text: str, values: Tensor | None, indices: Tensor | None, sizes: tuple, device: torch.device
+) -> Tensor:
+    """The runs of a program's mask, whatever they cost: by a kernel on a GPU, else on the CPU.
+
+    Also there for a program that has been compiled with other numbers often.
+    """
+    has_kernel = min(sizes) > 0 and dispatch.tile_finder(device, sizes) is not None
+    if has_kernel and _is_compiled(text):
+        return _by_operator(text, values, indices, sizes, device)
+    program = parse(text)
+    return tiles.tile_runs(program, program.views(values, indices, *sizes), sizes)
 
 
 def _mask_alone(program: ScoreProgram, terms: tuple[int, ...]) -> ScoreProgram:
@@ -255,6 +310,8 @@ _kept: dict[tuple, _MaskTiles] = {}
 
 def runs_of(call: MaskedCall) -> Tensor | None:
     """The runs of a call's tiles, made if that pays now; None: all tiles are visited."""
+    if call.has_kernel:
+        return _runs_by_kernel(call)
     if call.refusal() is not None:
         return None
     key = call.key
@@ -277,8 +334,30 @@ def runs_of(call: MaskedCall) -> Tensor | None:
     return runs
 
 
+def _runs_by_kernel(call: MaskedCall) -> Tensor | None:
+    """Those of this call: to find them takes less time than to compare terms with earlier ones."""
+    if tracing.in_functorch() or call.refusal_of_sizes() is not None:
+        return None
+    if call.seconds_that_tiles_save() < call.seconds_on_device():
+        return None
+    text = _text_of(call.split)
+    return _by_operator(text, call.term_values, call.term_indices, call.sizes, call.device)
+
+
+@functools.lru_cache(256)
+def _text_of(split: Split) -> str:
+    return str(split.program)
+
+
 def explanation(call: MaskedCall) -> str:
     """What `explain` says of the tiles of a call that gives none."""
+    if call.has_kernel and not tracing.in_functorch():
+        reason = call.refusal_of_sizes()
+        if reason is None and call.seconds_that_tiles_save() < call.seconds_on_device():
+            reason = "to find empty ones takes longer than the call may take less"
+        if reason is None:
+            return "empty tiles are skipped: they are found in each call, on the GPU"
+        return f"all tiles are visited: {reason}"
     reason = call.refusal()
     if reason is not None:
         return f"all tiles are visited: {reason}"

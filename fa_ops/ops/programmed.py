@@ -9,6 +9,7 @@ from fa_ops.call import checks
 from fa_ops.call.call import PROGRAMMED
 from fa_ops.ops import autograd, library
 from fa_ops.ops.schemas import Schema
+from fa_ops.plans import dispatch
 from fa_ops.programs import tiles
 from fa_ops.programs.program import MAX_RUNS, TILE_SIZE
 
@@ -28,8 +29,8 @@ library.register(
 )  # fmt: skip
 
 
-# fa::program_tiles: the runs of tiles that the mask of a program may keep, in a graph, where the
-# values of terms are not known. Equal calls, of the layers of a model, are merged by compilers.
+# fa::program_tiles: the runs of tiles that the mask of a program may keep. Equal calls in a graph,
+# of the layers of a model, are merged by compilers.
 
 PROGRAM_TILES = torch.ops.fa.program_tiles.default
 
@@ -40,6 +41,9 @@ def _program_tiles(
 ) -> Tensor:  # fmt: skip
     sizes = B, Hq, Sq, Sk
     parsed = checks.tiles_of_program(like, program, sizes, term_values, term_indices)
+    finder = dispatch.tile_finder(like.device, sizes)
+    if finder is not None:
+        return finder.program_tiles(program, term_values, term_indices, sizes, like.device)
     terms = parsed.views(term_values, term_indices, *sizes)
     if like.is_cpu:
         return tiles.tile_runs(parsed, terms, sizes)

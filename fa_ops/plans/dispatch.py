@@ -124,6 +124,14 @@ def merging_backend() -> str:
     return _MERGING.get(name, name)
 
 
+def tile_finder(device: torch.device, sizes: tuple) -> ModuleType | None:
+    """The backend whose kernel finds the tiles of a program's mask on a device, or None."""
+    if device.type != "cuda" or available_error("triton") is not None:
+        return None
+    backend = load("triton")
+    return backend if backend.program_tiles_error(device, sizes) is None else None
+
+
 def skips_tiles(device: str) -> bool:
     """Whether the usual backend of a device skips by `mask_blocks`, and some backend makes them."""
     name = chosen() or "auto"

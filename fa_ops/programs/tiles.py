@@ -112,8 +112,8 @@ class _RangeTable:
         return least, most
 
 
-class _Intervals:
-    """The mask of a program over boxes of queries and keys."""
+class BoxAnalysis:
+    """The mask of a program over boxes of queries and keys; `arrays` computes with numbers."""
 
     def __init__(self, program: ScoreProgram, sizes: tuple, arrays: SimpleNamespace) -> None:
         self.program, self.sizes, self.arrays = program, sizes, arrays
@@ -158,7 +158,7 @@ class _Intervals:
         raise NotImplementedError
 
 
-class MaskIntervals(_Intervals):
+class MaskIntervals(BoxAnalysis):
     """The mask of a program for one batch and head, by NumPy."""
 
     def __init__(
@@ -208,7 +208,7 @@ class MaskIntervals(_Intervals):
         return np.where(is_one, corner, table.min()), np.where(is_one, corner, table.max())
 
 
-class _TileIntervals(_Intervals):
+class _TileIntervals(BoxAnalysis):
     """The mask of a program for all batches, heads and tiles, by operations of torch.
 
     Numbers broadcast to (B or 1, H or 1, m, n).

@@ -17,6 +17,7 @@ from tests.compile_only.sass import assert_fits  # noqa: E402
 
 forward = importlib.import_module("fa_ops.backends.triton.forward")
 backward = importlib.import_module("fa_ops.backends.triton.backward")
+tiles = importlib.import_module("fa_ops.backends.triton.tiles")
 
 pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
@@ -94,3 +95,17 @@ def test_backward_fits(name, compiled, tmp_path):
     assert len(kernels) == 2 + sum(term.grad for term in parse(PROGRAMS[name]).terms)
     for kernel in kernels:
         assert_fits(kernel, 90, tmp_path, SPILLS[name])
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_tiles_fit(arch, bound, tmp_path):
+    kernels = bound(arch, tiles)
+    program = parse(PROGRAMS["all"])
+    values, indices = (
+        meta(program.places(type, B, H, S, S)[1], dtype=dtype)
+        for type, dtype in (("float", torch.float32), ("int", torch.int32))
+    )
+    tiles.program_tiles(PROGRAMS["all"], values, indices, (B, H, S, S), torch.device("meta"))
+    assert len(kernels) == 2
+    for kernel in kernels.values():
+        assert_fits(kernel, arch, tmp_path)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fa_ops
+from fa_ops.bench import flex
 
 B, H, S = 2, 4, 333
 _CAPTURED = {
@@ -74,3 +75,43 @@ def test_a_cuda_graph_replays_a_call():
     gate.mul_(2.0)
     graph.replay()
     torch.testing.assert_close(out, run())
+
+
+def _documents(n: int, size: int) -> torch.Tensor:
+    return torch.arange(size) * n // size
+
+
+def test_tiles_are_those_of_the_host():
+    size = 20000
+    for name, mask_mod in flex.masks(size, "cuda").items():
+        found = fa_ops.mask_tiles(mask_mod, None, None, size, size, "cuda")
+        expected = fa_ops.mask_tiles(flex.masks(size, "cpu")[name], None, None, size, size)
+        assert found.is_cuda and torch.equal(found.cpu(), expected), name
+
+
+def test_calls_and_graphs_with_new_documents():
+    size = 4096
+    q, k, v = (torch.randn(1, 16, size, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    documents = _documents(3, size).cuda()
+
+    def attend():
+        return fa_ops.flex_attention(
+            q, k, v, mask_mod=lambda b, h, i, j: (documents[i] == documents[j]) | (j < 4)
+        )
+
+    told = fa_ops.explain(
+        q, k, v, mask_mod=lambda b, h, i, j: (documents[i] == documents[j]) | (j < 4)
+    )
+    assert "found in each call, on the GPU" in str(told)
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    for n in (3, 17, 1):
+        documents.copy_(_documents(n, size))
+        graph.replay()
+        kept = (documents.view(-1, 1) == documents) | (torch.arange(size, device="cuda") < 4)
+        expected = fa_ops.attention(q, k, v, kept)
+        torch.testing.assert_close(captured, expected, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(attend(), expected, atol=2e-3, rtol=2e-3)

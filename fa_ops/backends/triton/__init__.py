@@ -23,6 +23,7 @@ from fa_ops.backends.triton.masks import mask_blocks  # noqa: F401 - for fa::mas
 from fa_ops.backends.triton.merge import merge_into, merge_states  # noqa: F401 - for fa::merge_states
 from fa_ops.backends.triton.selected import selected_backward, selected_forward
 from fa_ops.backends.triton.tangents import MAX_TANGENT_DIM, backward_jvp, jvp
+from fa_ops.backends.triton.tiles import MAX_LENGTH, program_tiles  # noqa: F401 - for fa::program_tiles
 from fa_ops.call.call import (
     Call,
     Plan,
@@ -124,6 +125,13 @@ def merge_error(outs: Tensor) -> str | None:
 def mask_blocks_error(mask: Tensor) -> str | None:
     """Why this backend cannot summarise a mask of four dimensions, or None."""
     return _device_error(mask.device) or size_error(mask.shape[2], mask.shape[3])
+
+
+def program_tiles_error(device: torch.device, sizes: tuple[int, int, int, int]) -> str | None:
+    """Why this backend cannot find the tiles of a program's mask, or None."""
+    if max(sizes[2:]) > MAX_LENGTH:
+        return f"finds tiles of up to {MAX_LENGTH} queries and keys, got {max(sizes[2:])}"
+    return _device_error(device)
 
 
 def _holds_short_rows(call: Call) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import triton
@@ -94,18 +95,22 @@ def program_functions(text: str) -> ProgramFunctions:
     roots: dict[str, tuple[Node, ...]] = {"apply": program.roots, "slope": (slope,)}
     roots |= {f"factor{i}": (node,) for i, node in by_term.items()}
     source = "\n\n".join(_function(program, name, nodes) for name, nodes in roots.items())
-    made = _compiled(source)
+    made = compiled(source)
     factors = {i: made[f"factor{i}"] for i in by_term}
     return ProgramFunctions(made["apply"], made["slope"], factors)
 
 
-def _compiled(source: str) -> dict[str, Any]:
-    """The functions of a module with this source, which Triton reads through `linecache`."""
+def compiled(source: str, names: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """The functions of a module with this source, which Triton reads through `linecache`.
+
+    `names`: what the source uses besides Triton and the functions above.
+    """
     name = f"<fa_ops program {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(source), None, source.splitlines(True), name
     namespace = {
         "__name__": __name__, "triton": triton, "tl": tl, "tanh": tanh, "log1p": log1p,
         "expm1": expm1, "floor_quotient": floor_quotient, "floor_remainder": floor_remainder,
+        **names,
     }  # fmt: skip
     exec(compile(source, name, "exec"), namespace)  # of `_function` alone, which parsed nodes make
     return namespace
@@ -113,7 +118,7 @@ def _compiled(source: str) -> dict[str, Any]:
 
 def _function(program: ScoreProgram, name: str, roots: tuple[Node, ...]) -> str:
     lines = ["values, indices, b, h, batch, heads, Sq, Sk = terms"]
-    lines += _places(program, {n.value for n in order(*roots) if n.op == "term"})
+    lines += places(program, {n.value for n in order(*roots) if n.op == "term"})
     texts: dict[Node, str] = {}
     for count, node in enumerate(order(*roots)):
         text = _text(program, node, [texts[a] for a in node.args])
@@ -133,7 +138,7 @@ def _function(program: ScoreProgram, name: str, roots: tuple[Node, ...]) -> str:
     return f"@triton.jit\ndef {name}(s, i, j, terms):\n{body}"
 
 
-def _places(program: ScoreProgram, used: set[int]) -> list[str]:
+def places(program: ScoreProgram, used: set[int]) -> list[str]:
     """Where each term that is used has the elements of this batch and head."""
     lines = [f"padded_q = (Sq + {PAD - 1}) // {PAD} * {PAD}",
              f"padded_k = (Sk + {PAD - 1}) // {PAD} * {PAD}"]  # fmt: skip
