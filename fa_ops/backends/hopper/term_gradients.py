@@ -14,6 +14,7 @@ from torch import Tensor
 from fa_ops.backends.hopper.backward_programs import BackwardProgram, backward_program
 from fa_ops.backends.hopper.configs import backward_config
 from fa_ops.backends.hopper.kernel_plan import Geometry
+from fa_ops.backends.hopper.masks import program_inputs
 from fa_ops.backends.hopper.runtime.launch import address, empty
 from fa_ops.backends.hopper.runtime.structs import struct_layout
 from fa_ops.call.call import Call
@@ -82,8 +83,8 @@ class ProgramCall:
             packed = torch.zeros_like(tensors.term_values)
         if self._program.distance_sum is not None:
             distances, at = empty(*self._of_blocks), packed.data_ptr() + self._zero
-        held = tensors.term_values, tensors.term_indices, tensors.tile_runs
-        values, indices, runs = (None if t is None else t.contiguous() for t in held)
+        read = program_inputs(tensors)
+        values, indices, runs = read.term_values, read.term_indices, read.tile_runs
         _PROGRAM.pack_into(
             params, self._at, address(values), address(indices), *self._shared, address(runs),
             *self._tiles, address(sums), address(distances), at, *self._steps,
