@@ -33,8 +33,9 @@ _OPTIONS = "its functions are options of the operator"
 _PROGRAM = "its functions run in the kernel, which stores no scores"
 _MAX_HEAD_DIM = 256
 _CALLS = tuple(getattr(torch.ops.fa, name).default for name in (
-    "attention", "attention_with_lse", "attention_programmed"
+    "attention", "attention_with_lse", "attention_programmed", "attention_programmed_max"
 ))  # fmt: skip
+_PROGRAMS = _CALLS[2:]
 
 
 def take(call: fx.Node, asked_for_8_bits: bool) -> Finding:
@@ -62,18 +63,18 @@ def _replace(inserter: NodeInserter, call: fx.Node) -> report.ProgrammedCall:
     parts = {user.args[1]: user for user in call.users if user.users}
     if 0 not in parts:
         raise Refusal("its result is not read")
-    if 2 in parts:
-        raise Refusal("its largest scores are read")
-    if 1 in parts and call.args[6].get("BACKEND") == "FLASH":
+    statistics = [i for i in (1, 2) if i in parts]  # lse, and largest scores
+    if statistics and call.args[6].get("BACKEND") == "FLASH":
         raise Refusal("its log-sum-exp is read, of a kernel with other units")
     query, key, value = (_cast(inserter, x, example(parts[0]).dtype) for x in call.args[:3])
-    results = _inlined(inserter, call, (query, key, value), with_lse=1 in parts)
+    tensors = query, key, value
+    results = _inlined(inserter, call, tensors, with_lse=bool(statistics), with_max=2 in parts)
     made = next(node for node in reversed(inserter.nodes) if node.target in _CALLS)
-    is_program = made.target is _CALLS[-1]
+    is_program = made.target in _PROGRAMS
     _check_kernel(call, made if is_program else None)
     replacements = {parts[0]: restride(inserter, results[0], parts[0])}
-    if 1 in parts:  # to the base 2, as the call returns it
-        replacements[parts[1]] = inserter.function(operator.truediv, results[1], math.log(2.0))
+    for i in statistics:  # to the base 2, as the call returns them
+        replacements[parts[i]] = inserter.function(operator.truediv, results[i], math.log(2.0))
     for old, new in replacements.items():
         if example(old).shape != example(new).shape or example(old).dtype != example(new).dtype:
             raise Refusal("a result has another shape or dtype than the operator's")
@@ -121,7 +122,11 @@ def _cast(inserter: NodeInserter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _inlined(
-    inserter: NodeInserter, call: fx.Node, tensors: tuple[fx.Node, ...], with_lse: bool
+    inserter: NodeInserter,
+    call: fx.Node,
+    tensors: tuple[fx.Node, ...],
+    with_lse: bool,
+    with_max: bool,
 ) -> list[fx.Node]:
     """The results of the operator, by nodes of all that it is given."""
     block_mask, scale = call.args[4:6]
@@ -138,6 +143,7 @@ def _inlined(
     settings = Settings(
         has_score=flex_attention.computes(score_mod.graph), has_mask=True, enable_gqa=True,
         is_causal=False, window=None, deterministic=False, backend=None, with_lse=with_lse,
+        with_max=with_max,
         lists_decide=not flex_attention.mask_mod_decides(call),
     )  # fmt: skip
     others = (*lists, None, None, None, None, mask_mod)

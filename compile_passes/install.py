@@ -28,6 +28,8 @@ _OPERATORS = (
     torch.ops.fa.attention_with_lse.default,
     torch.ops.fa.attention_averaging_rows.default,
     torch.ops.fa.attention_programmed.default,
+    torch.ops.fa.attention_programmed_max.default,
+    torch.ops.fa.program_tiles.default,
     torch.ops.fa.quantized_attention.default,
     torch.ops.fa.dropout_seed.default,
 )

@@ -226,10 +226,19 @@ def doubled(call: Call) -> Call:
     return Call(*(t.double() for t in call[:3]), *call[3:])
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out in q's dtype, laid out (B, Sq, Hq, Dv) in memory; lse in fp32 (fp64 for fp64)."""
+def forward(call: Call) -> tuple[Tensor, ...]:
+    """out in q's dtype, laid out (B, Sq, Hq, Dv) in memory; lse in fp32 (fp64 for fp64); maxima."""
     out, lse = dense(doubled(call))
-    return bshd(out.to(call.query.dtype)), lse.to(lse_dtype(call.query.dtype))
+    dtype = lse_dtype(call.query.dtype)
+    results = bshd(out.to(call.query.dtype)), lse.to(dtype)
+    return (*results, max_scores(doubled(call)).to(dtype)) if call.options.max_scores else results
+
+
+def max_scores(call: Call) -> Tensor:
+    """The largest score of each query (B, Hq, Sq), -inf without keys."""
+    q, k = call[:2]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return modify_scores(q @ k.mT, call).amax(-1)
 
 
 def varlen(call: Call, attend: Callable = dense) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ class Signature:
         required: Sequence[str] = (), **fixed: bool,
     ) -> None:  # fmt: skip
         self.name, self.operands = name, OperandSet(operands)
+        self.results = 2 + fixed.get("max_scores", False)  # of a forward pass: out, lse, maxima
         self.required = tuple(required)  # operands that every call has
         self.options = (*Options._fields[: Options._fields.index("backend") + 1], *options)
         self._select = itemgetter(*map(Options._fields.index, self.options))
@@ -86,6 +87,9 @@ PROGRAMMED = Signature(  # (B, H, S, D) tensors whose scores a program changes
     ("attn_mask", "sinks", "kv_lens", "key_ranges", "term_values", "term_indices", "tile_runs"),
     ("program",),
 )  # fmt: skip
+PROGRAMMED_MAX = Signature(  # the same with the largest score of each query
+    "programmed with largest scores", PROGRAMMED.operands.names, ("program",), max_scores=True
+)
 SELECTED = Signature(  # (B, H, S, D) tensors, where queries attend blocks of keys that lists name
     "selected", ("sinks", "key_ranges", "block_indices", "counts", "cu_seqlens"),
     ("block_size", "query_block"), ("block_indices",),
@@ -203,7 +207,7 @@ class Call(NamedTuple):
         if o.packed:
             return PACKED if t.page_table is None else PAGED
         if o.program is not None:
-            return PROGRAMMED
+            return PROGRAMMED_MAX if o.max_scores else PROGRAMMED
         return DENSE if t.block_indices is None and not o.block_size else SELECTED
 
     @property
@@ -413,7 +417,7 @@ def queries_of_kv_head(call: Call) -> int:
 
 
 # Forward: run(query, key, value, operands, with_lse) -> (out, lse), where lse may be None if not
-#     with_lse.
+#     with_lse; with the option max_scores also the largest scores, in shape and dtype of lse.
 # Backward: run(grad_out, grad_lse, query, key, value, out, lse, operands) -> Gradients, or a tuple
 #     in their order that may end after the gradient of value.
 # With tangents: run(query, key, value, operands, saved, tangents) -> (tangent of out, of lse,

@@ -135,6 +135,7 @@ class Options(NamedTuple):
     over_cache: bool = False  # key and value are a cache
     eight_bits: bool = False  # the products are of 8-bit numbers
     program: str | None = None  # changes scores and masks, as text
+    max_scores: bool = False  # return the largest score of each query as well
 
 
 UNBOUNDED = 2**31 - 1  # a window this wide excludes no key

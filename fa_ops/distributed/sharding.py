@@ -239,7 +239,9 @@ def _refused(cls, operator: OpOverload, types, args: tuple, options: dict | None
     )
 
 
-_REFUSED = ("attention_programmed", "attention_programmed_backward")
+_REFUSED = (
+    "attention_programmed", "attention_programmed_max", "attention_programmed_backward"
+)  # fmt: skip
 for _name in axes.RESULTS:
     if _name in _REFUSED:
         library.register_subclass_rule(_name, DTensor, _refused)

@@ -118,15 +118,13 @@ def _of_functions(query: Tensor, key: Tensor, value: Tensor, options: dict) -> C
         refuse_unknown(flex.flex_attention, dict.fromkeys(sorted(refused)))
     given = {name: x for name, x in options.items() if name not in unknown}
     arguments = flex.Arguments(query, key, value, **given)
-    described = flex.described(arguments)
+    described = flex.described(arguments, getattr(options.get("return_aux"), "max_scores", False))
     function, operands, scalars, split, _ = described
     call = checked_call(function.signature, query, key, value, operands, scalars)
     planning.check(call)
     found = _explained(call, None)
     notes = dispatch.notes(query, key, value, operands, scalars[0])
     lines = (*notes, *split.lines(), *flex.tile_lines(arguments, described))
-    if getattr(options.get("return_aux"), "max_scores", False):
-        lines += ("largest scores: by another pass over the keys, of fa::attention_programmed",)
     return found._replace(notes=lines)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa_ops import tracing
 from fa_ops.call import checks
-from fa_ops.call.call import PROGRAMMED, Call
+from fa_ops.call.call import PROGRAMMED, PROGRAMMED_MAX, Call
 from fa_ops.call.options import NO_OPERANDS, Operands
 from fa_ops.call.python_types import (
     MaskMod,
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 PROGRAMMED_FUNCTION = PublicFunction(
     PROGRAMMED, lambda call, with_lse: programmed.OPERATORS.forward, autocast.cast_attention,
     programmed.OPERATORS,
+)  # fmt: skip
+PROGRAMMED_MAX_FUNCTION = PublicFunction(
+    PROGRAMMED_MAX, lambda call, with_lse: programmed.MAX_OPERATORS.forward,
+    autocast.cast_attention, programmed.MAX_OPERATORS,
 )  # fmt: skip
 
 
@@ -129,7 +133,7 @@ def flex_attention(
         kernel_options: options of torch's kernels, which do not apply; an eager call warns once.
         return_aux: torch's ``AuxRequest``: return ``AuxOutput`` with ``lse`` and ``max_scores``:
             the largest score of each query behind ``score_mod``, in the dtype of lse, -inf for
-            queries without keys, without a gradient. It takes another pass over the keys.
+            queries without keys, without a gradient.
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, a bool: False masks a key out.
         buffers: tensors that are given to ``score_mod`` and ``mask_mod`` behind the indices,
             instead of being captured.
@@ -177,38 +181,33 @@ def flex_attention(
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
     if not isinstance(return_aux, AuxRequest):
-        raise TypeError(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
-    out, lse = attend(given, True) if return_aux.lse else (attend(given, False), None)
-    return out, AuxOutput(lse, _largest_scores(given) if return_aux.max_scores else None)
+        raise TypeError(
+            f"return_aux must be an AuxRequest, got {type(return_aux).__name__}: pass "
+            "torch.nn.attention.flex_attention.AuxRequest(lse=True, max_scores=True), or what of "
+            "both is wanted"
+        )
+    if not return_aux.max_scores:
+        return _with_aux(AuxOutput, attend(given, return_aux.lse), return_aux.lse)
+    out, lse, largest = attend(given, True, True)
+    return out, AuxOutput(lse if return_aux.lse else None, largest)
 
 
-def attend(given: Arguments, with_lse: bool, factor: float = 1.0) -> Tensor | tuple[Tensor, Tensor]:
-    """out, or (out, lse), of scores times a factor."""
+def _with_aux(kind: type, found: Tensor | tuple[Tensor, Tensor], with_lse: bool) -> tuple:
+    out, lse = found if with_lse else (found, None)
+    return out, kind(lse, None)
+
+
+def attend(given: Arguments, with_lse: bool, with_max: bool = False) -> Tensor | tuple[Tensor, ...]:
+    """out, or (out, lse), or (out, lse, largest scores)."""
     if tracing.is_traced_by_dynamo():  # which cannot trace how a function is read
         from fa_ops.functions import flex_graphs
 
-        return flex_graphs.attend(given, with_lse, factor)
+        return flex_graphs.attend(given, with_lse, with_max)
     if _shares_keys(*given[:3]):
         key, value = (t.expand(given.query.shape[0], -1, -1, -1) for t in given[1:3])
         given = given._replace(key=key, value=value)
-    call = _with_tiles(given, described(given, factor))
+    call = _with_tiles(given, described(given, with_max))
     return run(*given[:3], call.operands, call.scalars, call.function, with_lse)
-
-
-_POWER = 2.0**40  # of which products are exact
-
-
-def _largest_scores(given: Arguments) -> Tensor:
-    """The largest score of each query: the lse of scores times a power of two, divided by it.
-
-    Scores that differ at all are then so far apart that the largest has all of the weight. Equal
-    ones add the logarithm of their number, divided by the power. Values are not read.
-    """
-    q, k = given.query.detach(), given.key.detach()
-    v = k.new_zeros((*k.shape[:3], 8))
-    with torch.no_grad():
-        given = given._replace(query=q, key=k, value=v, sinks=None)
-        return attend(given, True, _POWER)[1] / _POWER
 
 
 def _shares_keys(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -271,7 +270,7 @@ class FlexCall(NamedTuple):
     def masked(self, given: Arguments) -> MaskedCall | None:
         """The call as its tiles depend on it; None if it has no mask that leaves tiles empty."""
         t, Sk = self.operands, tile_cache.hint(given.sizes[3])
-        if self.function is not PROGRAMMED_FUNCTION or self.split.program.mask is None:
+        if self.function is DENSE_FUNCTION or self.split.program.mask is None:
             return None
         left, right = map(tile_cache.hint, self.scalars[3:5])
         right = 0 if self.scalars[0] else right
@@ -296,13 +295,13 @@ def _with_tiles(given: Arguments, call: FlexCall) -> FlexCall:
     return call._replace(operands=call.operands._replace(tile_runs=runs))
 
 
-def described(given: Arguments, factor: float = 1.0) -> FlexCall:
-    """The call of attention, or of a program, with all of its tensors; of scores times a factor."""
+def described(given: Arguments, with_max: bool = False) -> FlexCall:
+    """The call of attention, or of a program, with all of its tensors."""
     _check(given)
     masks, table, runs = _masks(given)
     found, tensors = _split_of(given, masks, table)
-    if factor != 1.0:
-        found = found.times(factor)
+    if with_max:
+        found = found.by_program()
     is_checked = tracing.can_read(*tensors)
     prologue = Prologue(
         found, tensors, given.sizes, given.dtype, given.query.device, is_checked=is_checked
@@ -334,14 +333,19 @@ def described(given: Arguments, factor: float = 1.0) -> FlexCall:
         given.deterministic, given.backend,
     )  # fmt: skip
     is_plain = found.program is None
-    if found.has_options and given.kv_lens is None and given.query.shape[2] == given.key.shape[2]:
+    if (
+        not with_max
+        and found.has_options
+        and given.kv_lens is None
+        and given.query.shape[2] == given.key.shape[2]
+    ):
         is_plain = True
         if found.slopes is not None:
             operands = operands._replace(alibi_slopes=prologue.slopes(found.slopes))
     if is_plain:
         function = DENSE_FUNCTION
     else:
-        function = PROGRAMMED_FUNCTION
+        function = PROGRAMMED_MAX_FUNCTION if with_max else PROGRAMMED_FUNCTION
         values, indices = prologue.packed_terms(writes=not tracing.is_dispatched())
         operands = operands._replace(term_values=values, term_indices=indices)
         if found.program.mask is not None:  # else all of it is a window, or bounds of keys

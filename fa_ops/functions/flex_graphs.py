@@ -84,7 +84,7 @@ class Settings(NamedTuple):
     deterministic: bool
     backend: str | None
     with_lse: bool
-    factor: float = 1.0  # of the scores
+    with_max: bool = False
     lists_decide: bool = True  # False: the lists of blocks are known to be those of mask_mod
 
 
@@ -102,7 +102,10 @@ class FlexAttention(HigherOrderOperator):
         scale: float | None, settings: dict[str, Any], score_captured: tuple = (),
         mask_captured: tuple = (),
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """(out,), or (out, lse). `others` are lists and tensors, and mask_mod at the end."""
+        """(out,), (out, lse), or also the largest scores.
+
+        `others` are lists and tensors, and mask_mod at the end.
+        """
         chosen = Settings(**settings)
         *lists, Sq, Sk, rows, columns, runs, key_ranges, kv_lens, sinks, mask_graph = others
         score = mask_mod = None
@@ -122,7 +125,7 @@ class FlexAttention(HigherOrderOperator):
             chosen.backend,
         )  # fmt: skip
         attend = flex.attend if isinstance(score_mod, fx.GraphModule) else _attend_untraced
-        results = attend(given, chosen.with_lse, chosen.factor)
+        results = attend(given, chosen.with_lse, chosen.with_max)
         return results if chosen.with_lse else (results,)
 
 
@@ -141,8 +144,8 @@ def _everything(b, h, i, j):
     return b >= 0
 
 
-def attend(given: flex.Arguments, with_lse: bool, factor: float) -> Tensor | tuple[Tensor, Tensor]:
-    """out, or (out, lse), by the operator."""
+def attend(given: flex.Arguments, with_lse: bool, with_max: bool) -> Tensor | tuple[Tensor, ...]:
+    """out, or (out, lse), or also the largest scores, by the operator."""
     score_mod, mask_mod, buffers = given.score_mod, given.mask_mod, given.buffers
     block_mask, runs = given.block_mask, None
     lists: tuple = (None,) * 8
@@ -160,7 +163,7 @@ def attend(given: flex.Arguments, with_lse: bool, factor: float) -> Tensor | tup
         mask = block_mask.mask_mod
     settings = Settings(
         score is not None, mask is not None, given.enable_gqa, given.is_causal, given.window,
-        given.deterministic, given.backend, with_lse, factor,
+        given.deterministic, given.backend, with_lse, with_max,
     )  # fmt: skip
     # TorchDynamo of torch 2.11 finds no truth in a function that it traces
     score, mask = _identity if score is None else score, _everything if mask is None else mask
@@ -169,6 +172,8 @@ def attend(given: flex.Arguments, with_lse: bool, factor: float) -> Tensor | tup
         given.query, given.key, given.value, score, others, given.scale,
         settings._asdict(),
     )  # fmt: skip
+    if with_max:
+        return results[0], results[1], results[2]
     return (results[0], results[1]) if with_lse else results[0]
 
 

@@ -125,6 +125,7 @@ _KERNELS = {
     fully_masked_rows.OPERATOR: _attention,
     varlen.VARLEN: _attention,
     programmed.PROGRAMMED_ATTENTION: _attention,
+    programmed.WITH_MAX: _attention,
     selected.BLOCKS: _attention,
     selected.TOKENS: _attention,
     kv_cache.READ: _cached,

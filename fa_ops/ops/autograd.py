@@ -91,8 +91,8 @@ def forward(
     if not recorded:
         if not is_next:
             return library.redispatch(operator, keyset, q, k, v, *args, **options)
-        out, lse = planning.run(signature, q, k, v, operands, scalars, with_lse)
-        return (out, lse) if with_lse else out
+        results = planning.run(signature, q, k, v, operands, scalars, with_lse)
+        return results if with_lse else results[0]
     if is_next and not tracing.is_watched():
         plan = planning.plan_of(signature, q, k, v, operands, planning.with_backend(scalars))
     else:
@@ -135,7 +135,7 @@ _TILE_RUNS = ("tile_runs",)
 
 
 class Attention(library.SingleLevelFunction):
-    """forward(recording, query, key, value, *tensors) -> out, or (out, lse).
+    """forward(recording, query, key, value, *tensors) -> out, or (out, lse), or with maxima.
 
     `tensors` are the operands that the call has.
     """
@@ -147,7 +147,7 @@ class Attention(library.SingleLevelFunction):
         operands = NO_OPERANDS
         if tensors:
             operands = new_operands(plan.operands.places((*tensors, None)))
-        out, lse = plan.run(q, k, v, operands, True)
+        out, lse, *maxima = plan.run(q, k, v, operands, True)
         saved = tensors
         if plan.operands.names[-1:] == _TILE_RUNS:
             *saved, ctx.tile_runs = tensors
@@ -156,6 +156,9 @@ class Attention(library.SingleLevelFunction):
             ctx.save_for_forward(q, k, v, out, lse, *tensors)
         ctx.recording = recording
         ctx.set_materialize_grads(False)
+        if maxima:
+            ctx.mark_non_differentiable(*maxima)
+            return out, lse, *maxima
         return (out, lse) if recording.with_lse else out
 
     @staticmethod
@@ -171,7 +174,7 @@ class Attention(library.SingleLevelFunction):
         return (out_t, lse_t) if with_lse else out_t
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse=None):
+    def backward(ctx, grad_out, grad_lse=None, _=None):
         """Gradients by the backward plan, or by the operator where it must be seen."""
         q, k, v, out, lse, *others = ctx.saved_tensors
         if ctx.recording.plan.operands.names[-1:] == _TILE_RUNS:
@@ -313,12 +316,14 @@ def forward_functions(schema: Schema, with_lse: bool = True) -> tuple[Callable, 
         outputs = packed_outputs
 
     def forward(q, k, v, *args, **options):
-        out, lse = planning.run(signature, q, k, v, *schema.bind(args, options), with_lse)
-        return (out, lse) if with_lse else out
+        results = planning.run(signature, q, k, v, *schema.bind(args, options), with_lse)
+        return results if with_lse else results[0]
 
     def fake(q, k, v, *args, **options):
         planning.check(schema.call(q, k, v, args, options), real=False, signature=signature)
         results = outputs(q, v)
+        if signature.results > 2:
+            return *results, torch.empty_like(results[1])
         return results if with_lse else results[0]
 
     return forward, fake

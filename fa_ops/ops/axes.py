@@ -7,7 +7,7 @@ from torch._ops import OpOverload
 BATCH, HEADS = 0, 1
 
 # (batch axis, head axis). A result has the axes of the argument whose gradient it is.
-_RESULTS = ("out", "lse", "grad_out", "grad_lse", "grad_dot")
+_RESULTS = ("out", "lse", "max_scores", "grad_out", "grad_lse", "grad_dot")
 _MASKS = ("attn_mask", "key_ranges", "mask_blocks", "block_indices", "counts")
 SCALES = ("q_scale", "k_scale", "v_scale")  # below two dimensions of one element
 DENSE = dict.fromkeys(("query", "key", "value", *_RESULTS, *_MASKS, *SCALES), (0, 1)) | {
@@ -45,6 +45,7 @@ RESULTS = {
     "attention_backward_jvp": ("query", "key", "value", "attn_mask", "sinks"),
     "attention_varlen": ("out", "lse"),
     "attention_programmed": ("out", "lse"),
+    "attention_programmed_max": ("out", "lse", "max_scores"),
     "attention_programmed_backward": ("query", "key", "value", "attn_mask", "sinks", "term_values"),
     "quantized_attention": ("out", "lse"),
     "attention_varlen_backward": ("query", "key", "value", "sinks"),

@@ -39,7 +39,10 @@ def run(
     query: Tensor, key: Tensor, value: Tensor, operands: Operands, scalars: tuple,
     function: PublicFunction, with_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """out, or (out, lse), of a call; `scalars` are in the order of the function's signature."""
+    """out, or (out, lse), or also the largest scores, of a call.
+
+    `scalars` are in the order of the function's signature.
+    """
     route, plan, geometry = find(function, query, key, value, operands, scalars)
     if route is Route.RECORD:
         if function.refuse_gradients is not None:
@@ -57,7 +60,7 @@ def run(
         if geometry is None or not library.is_strided(query, key, value, *others):
             schema = function.schema(call, with_lse)
             results = schema.run(call)
-            if not schema.has_lse:
+            if not schema.has_lse or function.signature.results > 2:
                 return results
             out, lse = results  # which may stand for tensors that are traced
             return (out, lse) if with_lse else out
@@ -66,10 +69,10 @@ def run(
         recording = autograd.Recording(function.gradient, plan, with_lse)
         others = plan.operands.select(operands)
         return autograd.Attention.apply(recording, query, key, value, *others)
-    out, lse = plan.run(query, key, value, operands, with_lse)
+    results = plan.run(query, key, value, operands, with_lse)
     if operands.new_key is not None:
         kv_cache.written(key, value)
-    return (out, lse) if with_lse else out
+    return results if with_lse else results[0]
 
 
 _LIMIT = 1024

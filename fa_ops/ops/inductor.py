@@ -175,6 +175,7 @@ _SCHEMAS = {
     "attention_with_kv_cache_append": kv_cache.APPENDING,
     "quantized_attention": quantized.SCHEMA,
     "attention_programmed": programmed.OPERATORS.forward,
+    "attention_programmed_max": programmed.MAX_OPERATORS.forward,
     "attention_programmed_backward": programmed.OPERATORS.backward,
 }
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import checks
-from fa_ops.call.call import PROGRAMMED
+from fa_ops.call.call import PROGRAMMED, PROGRAMMED_MAX
 from fa_ops.ops import autograd, library
 from fa_ops.ops.schemas import Schema
 from fa_ops.plans import dispatch
@@ -19,9 +19,18 @@ OPERATORS = autograd.Operators(
     Schema(PROGRAMMED_ATTENTION, PROGRAMMED), Schema(BACKWARD, PROGRAMMED, 7)
 )
 
+WITH_MAX = torch.ops.fa.attention_programmed_max.default
+MAX_OPERATORS = autograd.Operators(
+    Schema(WITH_MAX, PROGRAMMED_MAX), Schema(BACKWARD, PROGRAMMED_MAX, 7)
+)
+
 library.register(
     "attention_programmed", *autograd.forward_functions(OPERATORS.forward),
     autograd.forward_kernel(OPERATORS, PROGRAMMED_ATTENTION),
+)  # fmt: skip
+library.register(
+    "attention_programmed_max", *autograd.forward_functions(MAX_OPERATORS.forward),
+    autograd.forward_kernel(MAX_OPERATORS, WITH_MAX),
 )  # fmt: skip
 library.register(
     "attention_programmed_backward", *autograd.backward_functions(OPERATORS.backward),

@@ -214,6 +214,7 @@ for _operator in (
     fully_masked_rows.OPERATOR,
     masks.MASK_BLOCKS,
     programmed.PROGRAMMED_ATTENTION,
+    programmed.WITH_MAX,
     programmed.BACKWARD,
     selected.TOKENS,
     token_selection.SELECT,
@@ -226,6 +227,7 @@ SAC_OPS = (
     dense.WITH_LSE,
     varlen.VARLEN,
     programmed.PROGRAMMED_ATTENTION,
+    programmed.WITH_MAX,
     selected.BLOCKS,
     merge.MERGE,
 )
@@ -360,7 +362,8 @@ def register_flops() -> None:
             flop_registry.pop(operator, None)  # of modules that were dropped and imported again
         return register_flop_formula(operators, **options)
 
-    dense_names = "attention", "attention_with_lse", "attention_programmed", "quantized_attention"
+    programmed_names = "attention_programmed", "attention_programmed_max"
+    dense_names = "attention", "attention_with_lse", *programmed_names, "quantized_attention"
     register(*dense_names)(_dense_flops)
     register("attention_backward", "attention_programmed_backward")(_dense_backward_flops)
     register("attention_jvp")(_dense_jvp_flops)

@@ -90,6 +90,8 @@ SCHEMAS = {
     f"Tensor(b!) value_cache, Tensor key, Tensor value, {_CACHED}) -> (Tensor, Tensor)",
     # scores changed, and keys masked out, by a program: `fa_ops.programs.program`
     "attention_programmed": f"({_QKV}, {_PROGRAMMED}) -> (Tensor, Tensor)",
+    # the same with the largest score of each query, -inf without keys, which has no gradient
+    "attention_programmed_max": f"({_QKV}, {_PROGRAMMED}) -> (Tensor, Tensor, Tensor)",
     # gradients of query, key, value, attn_mask, sinks, term_values
     "attention_programmed_backward": f"({_SAVED}, {_PROGRAMMED}, bool mask_grad=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",

@@ -49,11 +49,12 @@ def no_blocks(mask: Tensor) -> Tensor:
     return torch.zeros(mask_blocks_shape(mask), dtype=torch.int32, device=mask.device)
 
 
-def _dense(call: Call) -> tuple[Tensor, Tensor]:
+def _dense(call: Call) -> tuple[Tensor, ...]:
     sinks = call.operands.sinks
     out, lse = dense_outputs(call.query, call.value)
     lse.copy_(float("-inf") if sinks is None else sinks.view(-1, 1))
-    return out.zero_(), lse
+    maxima = (torch.full_like(lse, float("-inf")),) if call.options.max_scores else ()
+    return out.zero_(), lse, *maxima
 
 
 def _packed(call: Call) -> tuple[Tensor, Tensor]:
@@ -118,8 +119,8 @@ def adding_features(run: Run, call: Call) -> Run:
 
     def forward(q, k, v, tensors, with_lse=True):
         *padded, tensors = _padded(q, k, v, tensors)
-        out, lse = run(*padded, tensors, with_lse)
-        return out if v.shape[-1] else outputs(q, v)[0], lse
+        out, *others = run(*padded, tensors, with_lse)
+        return out if v.shape[-1] else outputs(q, v)[0], *others
 
     def backward(grad_out, grad_lse, q, k, v, out, lse, tensors):
         *padded, tensors = _padded(q, k, v, tensors)

@@ -35,6 +35,7 @@ from fa_ops.call.call import (
     PACKED,
     PAGED,
     PROGRAMMED,
+    PROGRAMMED_MAX,
     QUANTIZED,
     SELECTED,
     Call,
@@ -178,8 +179,8 @@ def forget() -> None:
 def run(
     signature: Signature, q: Tensor, k: Tensor, v: Tensor, operands: Operands, scalars: tuple,
     with_lse: bool = True,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run a forward call by its plan: out and lse, which may be None if not `with_lse`.
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Run a forward call by its plan: out and lse, which may be None if not `with_lse`, and maxima.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as `prepare` does.
@@ -325,7 +326,7 @@ def check(call: Call, real: bool = True, signature: Signature | None = None) -> 
         checks.dense(call, real)
     elif signature is PACKED:
         checks.packed(call, real)
-    elif signature is PROGRAMMED:
+    elif signature is PROGRAMMED or signature is PROGRAMMED_MAX:
         checks.programmed(call, real)
     elif signature is CACHED:
         cache_checks.cached(call, real)

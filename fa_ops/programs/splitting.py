@@ -68,16 +68,14 @@ class Split(NamedTuple):
         """Whether a soft cap or slopes of distances are all that the program computes."""
         return self.softcap > 0.0 or self.slopes is not None
 
-    def times(self, factor: float) -> Split:
-        """The split of scores times a factor, all of it by the program."""
-        e, number = self.expressions, self.expressions.constant(factor, FLOAT)
-        mask, score, terms = None, e.argument("score"), ()
-        if self.program is not None:
-            terms, mask = self.program[:2]
-            score = self.program.score or score
-        bias = None if self.bias is None else e.make("mul", self.bias, number)
-        program = ScoreProgram(terms, mask, e.make("mul", score, number), e)
-        return self._replace(program=program, bias=bias, softcap=0.0, slopes=None)
+    def by_program(self) -> Split:
+        """The split with a program in any case, of which options are a part."""
+        e = self.expressions
+        return (
+            self
+            if self.program
+            else self._replace(program=ScoreProgram((), None, e.argument("score"), e))
+        )
 
     def lines(self) -> list[str]:
         """What `explain` says of it."""

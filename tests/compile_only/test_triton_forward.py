@@ -48,7 +48,7 @@ def compiled(arch, D, options, dtype=torch.bfloat16, packed=False, Dv=None, page
     values, kind = arguments.arguments(attention_call(q, q, v, **options), B, Hq, S, S)
     ends = (meta(B + 1, dtype=torch.int32),) * 2 if packed else (None, None)
     pages = (meta(B, 16, dtype=torch.int32), 16, 32) if page else (None, 0, 0)
-    args = (q, q, v, v, lse, *strides, B, Hq, 1, S, S, *values, *ends, *pages)
+    args = (q, q, v, v, lse, None, *strides, B, Hq, 1, S, S, *values, *ends, *pages)
     dims, mode = (D, Dv or D), "ieee"
     tile = forward_tile(arch, dtype, max(dims), kind, mode, page)
     divisors = arguments.Layout(True, False).divisors("qkv", dtype) | kind.divisors()

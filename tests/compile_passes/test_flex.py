@@ -207,7 +207,9 @@ WINDOWS = create_block_mask(in_windows, 2, 4, N, N, "cpu", BLOCK_SIZE=16)
 
 
 def attend_windows(q, k, v):
-    return flex_attention(q, k, v, block_mask=WINDOWS, return_aux=AuxRequest(lse=True))
+    aux = AuxRequest(lse=True, max_scores=True)
+    out, aux = flex_attention(q, k, v, block_mask=WINDOWS, return_aux=aux)
+    return out, aux.lse, aux.max_scores.detach()
 
 
 def grouped(q, k, v):
@@ -249,6 +251,9 @@ PROGRAMS = {
 def test_functions_become_programs(name, dynamic, monkeypatch):
     """With the results, and the gradients of captured tensors, of torch's own operations."""
     monkeypatch.setattr(flex_module, "_validate_device", lambda query, key, value: None)
+    options_of = flex_module._apply_kernel_options  # which refuses largest scores on a CPU
+    permitted = lambda *args: options_of(*args[:5]) | {"OUTPUT_MAX": True}  # noqa: E731
+    monkeypatch.setattr(flex_module, "_apply_kernel_options", permitted)
     function, masks = PROGRAMS[name]
     fusion = fuse(function, dynamic, aot=True)
     dtype = torch.float64 if name == "grouped" else torch.float32

@@ -212,6 +212,32 @@ def test_largest_scores(name, backend):
     assert (result[1].lse is not None) == aux.lse
 
 
+def test_largest_scores_change_no_gradient():
+    """Eager, compiled and mapped."""
+    q, k, v = tensors(torch.float32)
+    aux = torch_flex.AuxRequest(lse=True, max_scores=True)
+
+    def attend(q, with_max=True):
+        score_mod, mask_mod = f.SCORES["gates"], f.MASKS["tree"]
+        given = {"return_aux": aux} if with_max else {"return_lse": True}
+        return fa_ops.flex_attention(q, k, v, score_mod, mask_mod=mask_mod, **given)
+
+    out, lse = attend(q, False)
+    compiled = torch.compile(attend, fullgraph=True)
+    expected = torch.autograd.grad(out.square().sum() + lse.sum(), [q, k, f.GATE])
+    for run in (attend, compiled):
+        out, found = run(q)
+        grads = torch.autograd.grad(out.square().sum() + found.lse.sum(), [q, k, f.GATE])
+        for a, b in zip(grads, expected, strict=True):
+            torch.testing.assert_close(a, b)
+        assert not found.max_scores.requires_grad
+    several = torch.stack([q.detach(), 2 * q.detach()])
+    mapped = torch.vmap(lambda q: attend(q)[1].max_scores)(several)
+    torch.testing.assert_close(mapped[1], attend(several[1])[1].max_scores)
+    empty = fa_ops.flex_attention(q, k[:, :, :0], v[:, :, :0], return_aux=aux)[1].max_scores
+    assert empty.shape == q.shape[:3] and (empty == -torch.inf).all()
+
+
 def test_runs_of_tiles_beside_a_mask_that_becomes_a_window():
     q, k, v = tensors(torch.float32, grad=False)
     runs = fa_ops.mask_tiles(f.MASKS["causal"], 1, 1, f.S, f.S)
@@ -521,6 +547,7 @@ def test_opcheck():
         for n, x in options.items()
     }
     torch.library.opcheck(programmed.PROGRAMMED_ATTENTION, args, options)
+    torch.library.opcheck(programmed.WITH_MAX, args, options)
     out, lse = programmed.PROGRAMMED_ATTENTION(*args, **options)
     saved = torch.randn_like(out), torch.randn_like(lse), *args[:3], out, lse, *args[3:]
     saved = [x.detach() if isinstance(x, Tensor) else x for x in saved]

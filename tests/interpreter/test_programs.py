@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import AuxRequest
 
 import fa_ops
 from fa_ops.backends.triton import launch
@@ -102,6 +103,27 @@ def test_tiles_that_runs_leave_out_are_skipped():
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     (of_table,) = torch.autograd.grad(found[0], (table,), weight)
     torch.testing.assert_close(of_table, wanted[3], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("names", [("gates", "documents of rows"), ("softcap", None), (None, None)])
+def test_largest_scores(names):
+    """Of rows that the loop computes, of such that are computed exactly, and without keys."""
+    score_mod, mask_mod = f.SCORES.get(names[0]), f.MASKS.get(names[1])
+    found, lses = [], []
+    for backend in ("triton", "reference"):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(f.B, f.H, f.S, 16) for _ in range(3))
+        q[:, :, 40] *= 1e6
+        out, aux = fa_ops.flex_attention(
+            q, k, v, score_mod, mask_mod=mask_mod, is_causal=names[0] is None, backend=backend,
+            sinks=torch.full((f.H,), 50.0), kv_lens=torch.tensor([0, 80], dtype=torch.int32),
+            return_aux=AuxRequest(lse=True, max_scores=True),
+        )  # fmt: skip
+        found.append(aux.max_scores)
+        lses.append(aux.lse)
+    assert (found[0][0] == -math.inf).all() and found[0][1].amax() > 1e4 or names[0] == "softcap"
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*lses, atol=1e-5, rtol=1e-5)
 
 
 def test_nan_in_a_masked_key_changes_nothing():

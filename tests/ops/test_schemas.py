@@ -14,6 +14,7 @@ from torch.library import opcheck
 from fa_ops.call.options import NO_OPERANDS, Options
 from fa_ops.ops import dense, merge, selected, varlen
 from fa_ops.ops.library import SCHEMAS
+from fa_ops.programs.program import parse
 from fa_ops.testing.caches import CacheCase
 from tests.ops.cases import CASES, dense_call, packed_call, packed_case, saved_by
 
@@ -111,6 +112,11 @@ fa::attention_programmed(Tensor query, Tensor key, Tensor value, str program,
   SymInt window_right=-1, Tensor? sinks=None, Tensor? kv_lens=None, Tensor? key_ranges=None,
   Tensor? term_values=None, Tensor? term_indices=None, Tensor? tile_runs=None,
   bool deterministic=False, str? backend=None) -> (Tensor, Tensor)
+fa::attention_programmed_max(Tensor query, Tensor key, Tensor value, str program,
+  Tensor? attn_mask=None, bool is_causal=False, *, float? scale=None, SymInt window_left=-1,
+  SymInt window_right=-1, Tensor? sinks=None, Tensor? kv_lens=None, Tensor? key_ranges=None,
+  Tensor? term_values=None, Tensor? term_indices=None, Tensor? tile_runs=None,
+  bool deterministic=False, str? backend=None) -> (Tensor, Tensor, Tensor)
 fa::attention_programmed_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key,
   Tensor value, Tensor out, Tensor lse, str program, Tensor? attn_mask=None, bool is_causal=False,
   *, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, Tensor? sinks=None,
@@ -205,11 +211,11 @@ def test_merge_states(requires_grad):
 
 
 MASK = "fa1\nt0 int row -\nx0 lt(k, t0)\nmask x0\n"
+ENDS = torch.full((parse(MASK).places("int", 1, 1, 300, 400)[1],), 129, dtype=torch.int32)
 
 
 def test_program_tiles():
-    ends = torch.full((1024,), 129, dtype=torch.int32)
-    opcheck(torch.ops.fa.program_tiles.default, (ends, MASK, 1, 1, 300, 400, None, ends))
+    opcheck(torch.ops.fa.program_tiles.default, (ENDS, MASK, 1, 1, 300, 400, None, ENDS))
 
 
 # Operators name a tensor that is None, which the dispatcher takes in place of every tensor.
@@ -224,7 +230,6 @@ def calls() -> dict[str, tuple]:
     key, value, lens = t.new_key, t.new_value, t.kv_lens
     rows = torch.zeros(1, 1, 1, dtype=torch.bool)
     states = torch.randn(3, 5, 8), torch.randn(3, 5)
-    ends = torch.full((1024,), 129, dtype=torch.int32)
     lists = torch.zeros(1, 1, args[0].shape[2], 2, dtype=torch.int32)
     return {
         "attention": args,
@@ -239,7 +244,7 @@ def calls() -> dict[str, tuple]:
         "attention_selected_backward": (*saved_by(selected.BLOCKS, (*args[:3], lists, 8), {}),),
         "attention_selected_tokens": (*(x[0].transpose(0, 1) for x in args[:3]), lists[0, 0]),
         "select_tokens": (args[0], args[1][:, :1], args[0][..., 0], 2),
-        "program_tiles": (ends, MASK, 1, 1, 300, 400, None, ends),
+        "program_tiles": (ENDS, MASK, 1, 1, 300, 400, None, ENDS),
         "quantized_attention": args[:3],
         "merge_states": states,
     }

@@ -282,26 +282,28 @@ def _like(grad: Tensor, x: Tensor) -> Tensor:
 # (Dao et al., arXiv:2205.14135).
 
 
-def blockwise_forward(call: Call, first_batch: int) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Sq, Dv) in q's dtype and lse (B, Hq, Sq)."""
+def blockwise_forward(call: Call, first_batch: int) -> tuple[Tensor, ...]:
+    """out (B, Hq, Sq, Dv) in q's dtype and lse (B, Hq, Sq), and the largest scores likewise."""
     q, v = call.query, call.value
     problem = ScoreProblem(call, attended_ranges(call), first_batch)
     out = layout.empty_out(q, v)
     lse = torch.empty(q.shape[:3], dtype=problem.dtype)
+    highest = torch.empty_like(lse) if call.options.max_scores else None
     for slab in problem.slabs():
         scores = Scores(problem, slab)
         values, bad = without_nan(slab.keys(v, problem.dtype))
         for rows in problem.row_blocks():
-            o, m = _forward_rows(scores, values, bad, rows)
+            top = None if highest is None else slab.spread(highest)[..., rows]
+            o, m = _forward_rows(scores, values, bad, rows, top)
             slab.spread(out)[..., rows, :] = slab.unfold(o)
             slab.spread(lse)[..., rows] = slab.unfold(m).squeeze(-1)
-    return out, lse
+    return (out, lse) if highest is None else (out, lse, highest)
 
 
 def _forward_rows(
-    scores: Scores, v: Tensor, bad: Tensor | None, rows: slice
+    scores: Scores, v: Tensor, bad: Tensor | None, rows: slice, highest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out (n, group * rows, Dv) and lse (n, group * rows, 1)."""
+    """out (n, group * rows, Dv) and lse (n, group * rows, 1); largest scores into `highest`."""
     sinks, slab = scores.operands.sinks, scores.slab
     q = scores.queries(rows)
     lowest = torch.finfo(q.dtype).min  # not infinite: then no difference of maxima is NaN
@@ -311,12 +313,17 @@ def _forward_rows(
         slab.unfold(m).copy_(sinks.clamp(lowest, -lowest))
         slab.unfold(total).copy_(sinks > float("-inf"))
     acc = q.new_zeros(*q.shape[:2], v.shape[2])
+    if highest is not None:
+        highest.fill_(float("-inf"))
     touched = None if bad is None else torch.zeros_like(acc)
     for tile in scores.tiles(rows):
         s, _ = scores.of(q, tile)
         if touched is not None:
             touched += (s > float("-inf")).to(s.dtype) @ bad[:, tile.cols]
-        top = torch.maximum(m, s.amax(-1, keepdim=True))
+        of_tile = s.amax(-1, keepdim=True)
+        if highest is not None:
+            torch.maximum(highest, slab.unfold(of_tile).squeeze(-1), out=highest)
+        top = torch.maximum(m, of_tile)
         p = exp_(s.sub_(top))
         shrink = exp_(m.sub_(top))
         m = top

@@ -85,6 +85,8 @@ def supports(call: Call) -> str | None:
     signature = call.signature
     if signature is PROGRAMMED:
         return _programmed_error(call)
+    if call.options.max_scores:
+        return f"has no kernel that returns the largest score of each query; {_ALTERNATIVE}"
     if call.tangents is not None:
         return _tangent_error(call)
     if signature is QUANTIZED:

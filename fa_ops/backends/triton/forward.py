@@ -65,8 +65,11 @@ from fa_ops.call.call import Call, is_decoding
 _launches: dict[tuple, tuple[Launch, int]] = {}
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
+def forward(call: Call) -> tuple[Tensor, ...]:
+    """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq).
+
+    And the largest scores like lse, where they are asked for.
+    """
     q, k, v = call[:3]
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
@@ -75,8 +78,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     layout = Layout.of(q, k, v, strides)
     if needs_copies(layout, q.dtype, D, Dv):
-        out, lse = forward(aligned(call))
-        return narrowed(out, Dv), lse
+        out, *others = forward(aligned(call))
+        return narrowed(out, Dv), *others
     mode = products(q, B * Hq * Sq * Sk, Sq * Hq // Hkv, (D, Dv), call.options, False)
     if mode == "split":
         q, k, v = in_parts(q, k, v)
@@ -101,18 +104,25 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], dims: tuple[int, int],
     strides: tuple[int, ...], layout: Layout, call: Call, mode: str, table: Tensor | None = None,
     page: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     (B, Hq, Hkv, Sq, Sk), Dv, device = sizes, dims[1], q.get_device()
     row, dtype = Hq * Dv, torch.float32 if mode == "split" else q.dtype
     out = empty((B, Hq, Sq, Dv), (Sq * row, Dv, row, 1), dtype, device)
     lse = empty((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device)
+    highest = None
+    if call.options.max_scores:
+        highest = empty((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device)
     values, kind = arguments(call, B, Hq, Sq, Sk)
     pages = (None, 0, 0) if table is None else (table, table.stride(0), k.shape[0])
     rest = (*strides, B, Hq, Hq // Hkv, Sq, Sk, *values, None, None, *pages)
-    launch, block_m = _find((q, k, v, out, lse), rest, layout, kind, dims, mode, False, page)
-    args = (address(q), address(k), address(v), address(out), address(lse), *rest)
-    launch((-(-Sq // block_m) * Hq * B, 1, 1), args)
-    return out, lse
+    tensors = q, k, v, out, lse, highest
+    launch, block_m = _find(tensors, rest, layout, kind, dims, mode, False, page)
+    launch((-(-Sq // block_m) * Hq * B, 1, 1), (*_addresses(tensors), *rest))
+    return (out, lse) if highest is None else (out, lse, highest)
+
+
+def _addresses(tensors: tuple[Tensor | None, ...]) -> list:
+    return [None if t is None else address(t) for t in tensors]
 
 
 def varlen_forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -137,9 +147,9 @@ def varlen_forward(call: Call) -> tuple[Tensor, Tensor]:
     lse = empty((Hq, Tq), (Tq, 1), torch.float32, device)
     values, kind = arguments(call, B, Hq, Tq, Tk)
     rest = (*strides, B, Hq, Hq // Hkv, Tq, Tk, *values, cu_q, cu_k, None, 0, 0)
-    launch, block_m = _find((q, k, v, out, lse), rest, layout, kind, (D, Dv), mode, True)
-    args = (address(q), address(k), address(v), address(out), address(lse), *rest)
-    launch(((Tq // block_m + B + 2) * Hq, 1, 1), args)
+    tensors = q, k, v, out, lse, None
+    launch, block_m = _find(tensors, rest, layout, kind, (D, Dv), mode, True)
+    launch(((Tq // block_m + B + 2) * Hq, 1, 1), (*_addresses(tensors), *rest))
     return out, lse
 
 
@@ -155,7 +165,7 @@ def _find(
     """The launch for these arguments (compiled on first use) and its number of rows per block."""
     q = tensors[0]
     dtype = q.dtype
-    key = (dtype, dims, packed, page, layout, kind, mode, q.get_device())
+    key = (dtype, dims, packed, page, layout, kind, mode, q.get_device(), tensors[-1] is None)
     found = _launches.get(key)
     if found is None:
         tile = forward_tile(architecture(q.device), dtype, max(dims), kind, mode, page)
@@ -222,8 +232,9 @@ def locate(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK: tl.constex
 
 @triton.jit
 def attend_block(
-    q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
-    v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0, q_start, Sq, k_start, Sk,
+    q, k, v, out, lse, maxima,
+    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h,
+    v_stride_s, batch, Hq, group, b, h, m0, q_start, Sq, k_start, Sk,
     tokens, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, blocks,
     blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes, slopes_stride_b, sinks,
     kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
@@ -234,6 +245,8 @@ def attend_block(
     PAGE: tl.constexpr, GATHERED: tl.constexpr, PROGRAM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attention of rows m0 ... m0 + BLOCK_M - 1 of a head; `tokens` is the row length of lse.
+
+    Largest scores are stored like lse in `maxima`, where that is given.
 
     EXACT: scores are natural ones, or with FOLD the products, until the maximum is subtracted, and
     a NaN or Inf in a value makes NaN of the rows that attend it and changes no other. Otherwise
@@ -400,13 +413,17 @@ def attend_block(
     if sink is not None:
         m, den, alpha = with_sink(m, den, sink, EXACT)
     if PACKED:
-        lse += h.to(tl.int64) * tokens + q_start
+        first_row_stored = h.to(tl.int64) * tokens + q_start
         out += q_start.to(tl.int64) * Hq * Dv
     else:
-        lse += (b * Hq + h).to(tl.int64) * Sq
+        first_row_stored = (b * Hq + h).to(tl.int64) * Sq
         out += b.to(tl.int64) * Sq * Hq * Dv
     out += h * Dv
+    lse += first_row_stored
     tl.store(lse + rows_m, natural(m, den, sink, EXACT), mask=rows_m < Sq)
+    if maxima is not None:
+        of_row = highest if EXACT else highest * LN2
+        tl.store(maxima + first_row_stored + rows_m, of_row, mask=rows_m < Sq)
     weight = tl.where(den == 0.0, 0.0, 1.0 / den)
     if sink is not None:
         weight *= alpha
@@ -433,7 +450,7 @@ def attend_block(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "batch", "threshold", "window_left", "window_right"])
 def forward_kernel(
-    q, k, v, out, lse,
+    q, k, v, out, lse, maxima,
     q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
     k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
     v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
@@ -454,7 +471,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Attention of one block of rows of a head.
 
-    q (B, Hq, Sq, D), k and v (B, Hq / group, Sk, ...) by strides; out (B, Sq, Hq, Dv), lse.
+    q (B, Hq, Sq, D), k and v (B, Hq / group, Sk, ...) by strides; out (B, Sq, Hq, Dv), lse, and
+    maxima, the largest scores, or None.
 
     With cu_seqlens, q is (Sq, Hq, D), k (Sk, Hkv, D), out (Sq, Hq, Dv), lse (Hq, Sq), Sq and Sk are
     numbers of tokens, and the grid is Hq * (Sq // BLOCK_M + batch + 2) instead of
@@ -475,7 +493,8 @@ def forward_kernel(
             return
     m0 = first_row(block, rows, window_right, BLOCK_M)
     redo = attend_block(
-        q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
+        q, k, v, out, lse, maxima,
+        q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
         v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0, q_start, rows, k_start,
         keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
         blocks, blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes,
@@ -492,8 +511,9 @@ def forward_kernel(
         m0 = first_row(block, rows, window_right, BLOCK_M)
         for more in tl.range(0, tl.minimum(rows - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
             attend_block(
-                q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h,
-                k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0 + more,
+                q, k, v, out, lse, maxima,
+                q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b,
+                v_stride_h, v_stride_s, batch, Hq, group, b, h, m0 + more,
                 q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
                 mask_stride_q, mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows,
                 blocks_columns, slopes, slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b,
