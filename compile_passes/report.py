@@ -206,7 +206,7 @@ def options_of(call: fx.Node) -> dict[str, object]:
 
 def _short(x: object) -> str:
     if isinstance(x, str):
-        return "; ".join(x.splitlines())
+        return x
     return f"{x:.6g}" if isinstance(x, float) else str(x)
 
 
@@ -223,7 +223,7 @@ def _describe_options(call: fx.Node) -> str:
         "attn_mask": "dense attn_mask",
     }
     parts += [words for name, words in named.items() if name in options]
-    lines = str(options.get("program", "")).splitlines()
+    lines = str(options.get("program", "")).split("; ")
     roots = [line.split()[0] for line in lines if line.startswith(("mask ", "score "))]
     if roots:
         parts.append(f"a program of the {' and the '.join(roots)}")

@@ -97,6 +97,16 @@ class Elements:
         q, k = (self.arguments[name] for name in ("q", "k"))
         return (q - k).long() + padding_of_distances(self.Sk)
 
+    def _by_distance(self, x: Tensor) -> Tensor:
+        """The elements of a term of distances, (..., queries, keys), which repeat on diagonals."""
+        rows, columns = self.rows, self.columns
+        count = columns.stop - columns.start
+        if min(rows.stop - rows.start, count) < 1:
+            return x[..., self.distances()]
+        least = padding_of_distances(self.Sk) + rows.start - (columns.stop - 1)
+        used = x.narrow(-1, least, rows.stop - rows.start + count - 1)
+        return used.flip(-1).unfold(-1, count, 1).flip(-2)
+
     def _selected(self, number: int) -> Tensor:
         x, term = self.terms[number], self.program.terms[number]
         if term.domain == TILE:
@@ -106,7 +116,7 @@ class Elements:
         if term.domain == COLUMN:
             return x[..., self.columns].unsqueeze(-2)
         if term.domain == DISTANCE:
-            return x[..., self.distances()]
+            return self._by_distance(x)
         q, k = (self.arguments[name] for name in ("q", "k"))
         across = -(-self.Sk // term.block[1])
         return x[..., (q // term.block[0] * across + k // term.block[1]).long()]

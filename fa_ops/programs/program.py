@@ -10,6 +10,8 @@
     mask x2                   where it is false, a key is masked out; may be missing
     score x3                  the score in place of scale * q . k; may be missing
 
+Lines may be joined by "; " in place of line breaks, as in the texts that are made here.
+
 A term has an element for each query (`row`), each key (`column`), each distance q - k (`distance`),
 each block of queries and keys (`blocks:128x128`), or for all (`tile`). The elements of all float
 terms are in one tensor, those of all int terms in another one, as `ScoreProgram.places` says. Both
@@ -45,6 +47,7 @@ from fa_ops.programs.expressions import (
 )
 
 VERSION = "fa1"
+_BETWEEN = "; "  # lines: a line break would end a comment of generated code that shows the text
 BLOCKS = "blocks"
 PAD = 256  # elements: the lengths of rows and columns are multiples, so that no tile ends outside
 ALIGNED = 64  # elements: every term starts at a multiple
@@ -204,7 +207,7 @@ class ScoreProgram(NamedTuple):
                 lines.append(f"{names[node]} {node.op}({', '.join(names[a] for a in node.args)})")
         lines += [f"mask {names[self.mask]}"] if self.mask is not None else []
         lines += [f"score {names[self.score]}"] if self.score is not None else []
-        return "\n".join(lines) + "\n"
+        return _BETWEEN.join(lines)
 
 
 def program_error(text: str) -> str | None:
@@ -251,13 +254,13 @@ def parse(text: str) -> ScoreProgram:
     if not isinstance(text, str) or len(text) > MAX_TEXT:
         raise ValueError(f"program must be a text of at most {MAX_TEXT} characters")
     e, terms, known, roots = Expressions(), [], {}, {}
-    lines = text.split("\n")
-    if lines[0] != VERSION or lines[-1] != "" or len(lines) > MAX_NODES:
+    lines = text.removesuffix("\n").replace("\n", _BETWEEN).split(_BETWEEN)
+    if lines[0] != VERSION or len(lines) > MAX_NODES:
         raise ValueError(
-            f"program must begin with the line {VERSION!r}, end with a line break, and have at "
-            f"most {MAX_NODES} lines, got {text[:80]!r}"
+            f"program must begin with the line {VERSION!r} and have at most {MAX_NODES} lines, got "
+            f"{text[:80]!r}"
         )
-    for number, line in enumerate(lines[1:-1], 2):
+    for number, line in enumerate(lines[1:], 2):
         try:
             _read_line(line, e, terms, known, roots)
         except ValueError as error:

@@ -162,8 +162,8 @@ def test_sums_over_terms(rows, columns):
 def test_terms_and_programs():
     found, _ = split_of(f.SCORES["gates"], score=True)
     assert str(found.program) == (
-        "fa1\nt0 float column bh grad\nt1 float row bh grad\n"
-        "x0 add(score, t1)\nx1 sub(x0, t0)\nscore x1\n"
+        "fa1; t0 float column bh grad; t1 float row bh grad; "
+        "x0 add(score, t1); x1 sub(x0, t0); score x1"
     )
     found, _ = split_of(f.SCORES["t5"], score=True)
     assert [str(term) for term in found.program.terms] == ["float distance h grad"]
@@ -354,7 +354,7 @@ TEXT = "fa1\nt0 float row bh\nx0 add(score, t0)\nscore x0\n"
         ("fa1", "fa2"), ("t0 float row bh", "t0 float row hb"), ("t0", "t1"), ("row", "rows"),
         ("x0 add(score, t0)", "x0 add(score, t0, t0)"), ("add", "system"), ("add", "__import__"),
         ("x0 add(score, t0)", "x0 add(score, 1)"), ("x0 add(score, t0)", "x0 add(score, x0)"),
-        ("score x0\n", "mask x0\n"), ("score x0\n", "score x0"), ("score x0\n", ""),
+        ("score x0\n", "mask x0\n"), ("score x0\n", ""),
         ("score x0\n", "score x0\nscore x0\n"), ("add(score, t0)", "add(score, t0); }"),
         ("add(score, t0)", "add(score, 1e999x)"), ("x0 add(score, t0)", "x0 neg(score)"),
         ("t0 float row bh", "t0 int row bh grad"), ("t0 float row bh", "t0 int blocks:0x8 -"),
@@ -364,7 +364,7 @@ TEXT = "fa1\nt0 float row bh\nx0 add(score, t0)\nscore x0\n"
 )  # fmt: skip
 def test_other_text_is_refused(old, new):
     assert parse(TEXT).score is not None
-    assert old in TEXT
+    assert old in TEXT and str(parse(TEXT)) == TEXT.strip().replace("\n", "; ")
     with pytest.raises(ValueError, match="program"):
         parse(TEXT.replace(old, new))
 

@@ -228,7 +228,7 @@ class Scores:
         # masked scores too: an infinite slope times a distance of 0 is NaN
         self.may_be_nan = not (
             math.isfinite(self.bound)
-            and self.program is None
+            and (self.program is None or self.program.score is None)
             and (self.bias is None or _finite_or_low(self.bias))
             and (self.slopes is None or bool(self.slopes.isfinite().all()))
         )
