@@ -141,7 +141,7 @@ def short_forward_kernel(
             if redo | has_nonfinite(acc.to(tl.float32)):
                 for more in tl.range(0, tl.minimum(Sq - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
                     attend_block(
-                        q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b,
+                        q, k, v, out, lse, None, q_stride_b, q_stride_h, q_stride_s, k_stride_b,
                         k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq,
                         group, b, h, m0 + more, 0, Sq, 0, Sk, Sq, scale, None, mask, mask_stride_b,
                         mask_stride_h, mask_stride_q, mask_stride_k, None, 0, 0, 0, 0, None, 0,
