@@ -21,7 +21,6 @@ from fa_ops.backends import reference
 from fa_ops.call.call import Call, attention_call
 from fa_ops.ops import dense, library, varlen
 from fa_ops.ops import derivatives as operators
-from fa_ops.plans import dispatch
 from fa_ops.testing import make_case, naive
 from fa_ops.testing.tangents import (
     assert_tangents_close,
@@ -601,14 +600,6 @@ def test_other_operators_refuse_tangents():
     ):
         with pytest.raises(NotImplementedError, match="forward-mode"):
             func.jvp(refused, (q,), (q,))
-
-
-@pytest.mark.parametrize("backend", ["hopper"])
-def test_a_backend_without_kernels_names_one_that_has_them(backend):
-    call = with_saved(CASES["plain"].fresh())
-    call = call._replace(tangents=drawn_tangents(call))
-    reason = dispatch.load(backend).supports(call)
-    assert "tangents" in reason and "can run it" in reason
 
 
 @pytest.mark.parametrize(

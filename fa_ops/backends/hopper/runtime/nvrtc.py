@@ -72,15 +72,13 @@ def program(kind: str, entry: str, defines: dict[str, int | str]) -> Program:
     Its source defines the configuration's macros and `ENTRY_<entry>`, includes one file, and
     asserts the layouts that calls pack. HAS_PROGRAM is the text of a program of scores and masks.
     """
-    text, has_program = defines.get("HAS_PROGRAM"), {}
-    if text:
-        has_program = {"HAS_PROGRAM": 1}
+    text = defines.get("HAS_PROGRAM")
     name = _ENTRY_FILES.get((kind, entry), f"{kind}.cu")
     if (kind, entry) == ("backward", "backward") and defines["IS_WIDE"]:
         name = "backward_keys.cu"
     if (kind, entry) == ("backward", "backward") and defines["IS_PAIRED"]:
         name = "backward_pair.cu"
-    macros = sorted({**defines, **has_program, f"ENTRY_{entry}": 1}.items())
+    macros = sorted({**defines, "HAS_PROGRAM": int(bool(text)), f"ENTRY_{entry}": 1}.items())
     source = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     headers = {header: _read_source(header) for header in _included(name)}
     if "wgmma.cuh" in headers:

@@ -27,25 +27,31 @@ class Field(NamedTuple):
     offset: int
     size: int
     format: str  # as in `struct`, of all its numbers, padding within included
-    is_optional: bool = False  # declared under an #if; then the last one that a kernel has
+    block: int = 0  # which #if it is declared under, from 1; such fields come last
 
 
 class ParamsLayout:
-    """The members of a struct, or the parameters of a kernel, in order."""
+    """The members of a struct, or the parameters of a kernel, in order.
+
+    Members under an #if come last. A kernel has those of one #if at most: each begins where the
+    members without a condition end.
+    """
 
     def __init__(self, text: str) -> None:
         self.fields: dict[str, Field] = {}
-        self.alignment, offset, end, is_optional = 1, 0, 0, False
+        self.alignment, offset, end, block, begin = 1, 0, 0, 0, 0
         text = re.sub(r"//.*", "", text)
         for declaration in re.findall(r"^#.*|[^;#]+(?=;|\Z)", text, re.M):
-            if declaration.startswith("#"):
-                is_optional = declaration.startswith("#if")
-            elif declaration.strip():
+            if declaration.startswith("#if"):
+                begin = begin if block else offset
+                offset = begin
+                block += 1
+            elif declaration.strip() and not declaration.startswith("#"):
                 for name, (format, size, alignment) in _declared(" ".join(declaration.split())):
-                    at = offset + -offset % alignment
-                    self.fields[name] = Field(name, at, size, format, is_optional)
-                    self.alignment, end = max(self.alignment, alignment), max(end, at + size)
-                    offset = offset if is_optional else end
+                    offset += -offset % alignment
+                    self.fields[name] = Field(name, offset, size, format, block)
+                    offset += size
+                    self.alignment, end = max(self.alignment, alignment), max(end, offset)
         self.size = end + -end % self.alignment
 
     @property
@@ -57,6 +63,8 @@ class ParamsLayout:
         self, first: str | None = None, last: str | None = None, packed: tuple[str, ...] = ()
     ) -> struct.Struct:
         """Packs the fields from `first` to `last`, up to the one after `last`.
+
+        Of those under an #if it packs the ones of the first.
 
         Args:
             first, last: names of fields; the first and the last by default.
@@ -70,7 +78,7 @@ class ParamsLayout:
         text, i, offset = "<", begin, self.fields[names[begin]].offset
         while i < end:
             field, last_index = self.fields[names[i]], starts.get(i, i)
-            if field.offset < offset:  # in place of the one before
+            if field.block > 1:
                 i += 1
                 continue
             text += f"{field.offset - offset}x" if field.offset > offset else ""
@@ -97,7 +105,7 @@ class ParamsLayout:
         return "".join(
             f"static_assert(__INTADDR__(&(({name}*)0)->{field.name}) == {field.offset});\n"
             for field in self.fields.values()
-            if not field.is_optional
+            if not field.block
         )
 
 
