@@ -64,7 +64,7 @@ class ParamsLayout:
     ) -> struct.Struct:
         """Packs the fields from `first` to `last`, up to the one after `last`.
 
-        Of those under an #if it packs the ones of the first.
+        Of those under an #if it packs the ones under the same #if as the first.
 
         Args:
             first, last: names of fields; the first and the last by default.
@@ -76,9 +76,10 @@ class ParamsLayout:
         stop = self.fields[names[end]].offset if end < len(names) else self.size
         starts = {names.index(a): names.index(b) for a, b in (x.split(":") for x in packed)}
         text, i, offset = "<", begin, self.fields[names[begin]].offset
+        block = next((f.block for f in map(self.fields.get, names[begin:end]) if f.block), 0)
         while i < end:
             field, last_index = self.fields[names[i]], starts.get(i, i)
-            if field.block > 1:
+            if field.block not in (0, block):
                 i += 1
                 continue
             text += f"{field.offset - offset}x" if field.offset > offset else ""
