@@ -227,17 +227,24 @@ TEXT = """
 #if BIAS_BITS
   float last;
 #endif
+#if HAS_PROGRAM
+  int a;
+  long long b;
+#endif
 """
 
 
 def test_fields_are_laid_out_as_c_does():
     layout = structs.ParamsLayout(TEXT)
     offsets = {"q": 0, "lens": 128, "ends": 136, "B": 144, "H": 148, "wide": 152, "last": 160}
+    offsets |= {"a": 160, "b": 168}  # a kernel has those of one #if
     assert {name: field.offset for name, field in layout.fields.items()} == offsets
     assert (layout.size, layout.alignment) == (192, 64)
     assert layout.packer("lens", "H").format == "<QQii"
     assert layout.packer(packed=("B:wide",)).format == "<128sQQ16sf28x"
-    assert "last" not in layout.assertions("Params")
+    assert layout.packer("a", "b").format == "<i4xq16x"
+    asserted = "static_assert(__INTADDR__(&((Params*)0)->last) == 160);"
+    assert f"#if BIAS_BITS\n{asserted}\n#endif" in layout.assertions("Params")
     assert "(__INTADDR__(&((Params*)0)->wide) == 152);" in layout.assertions("Params")
 
 

@@ -27,7 +27,7 @@ class Field(NamedTuple):
     offset: int
     size: int
     format: str  # as in `struct`, of all its numbers, padding within included
-    block: int = 0  # which #if it is declared under, from 1; such fields come last
+    condition: str = ""  # of the #if that it is declared under; such fields come last
 
 
 class ParamsLayout:
@@ -39,17 +39,16 @@ class ParamsLayout:
 
     def __init__(self, text: str) -> None:
         self.fields: dict[str, Field] = {}
-        self.alignment, offset, end, block, begin = 1, 0, 0, 0, 0
+        self.alignment, offset, end, condition, begin = 1, 0, 0, "", None
         text = re.sub(r"//.*", "", text)
         for declaration in re.findall(r"^#.*|[^;#]+(?=;|\Z)", text, re.M):
             if declaration.startswith("#if"):
-                begin = begin if block else offset
-                offset = begin
-                block += 1
+                begin = offset if begin is None else begin
+                offset, condition = begin, declaration.removeprefix("#if ")
             elif declaration.strip() and not declaration.startswith("#"):
                 for name, (format, size, alignment) in _declared(" ".join(declaration.split())):
                     offset += -offset % alignment
-                    self.fields[name] = Field(name, offset, size, format, block)
+                    self.fields[name] = Field(name, offset, size, format, condition)
                     offset += size
                     self.alignment, end = max(self.alignment, alignment), max(end, offset)
         self.size = end + -end % self.alignment
@@ -76,10 +75,11 @@ class ParamsLayout:
         stop = self.fields[names[end]].offset if end < len(names) else self.size
         starts = {names.index(a): names.index(b) for a, b in (x.split(":") for x in packed)}
         text, i, offset = "<", begin, self.fields[names[begin]].offset
-        block = next((f.block for f in map(self.fields.get, names[begin:end]) if f.block), 0)
+        conditions = (self.fields[name].condition for name in names[begin:end])
+        condition = next(filter(None, conditions), "")
         while i < end:
             field, last_index = self.fields[names[i]], starts.get(i, i)
-            if field.block not in (0, block):
+            if field.condition not in ("", condition):
                 i += 1
                 continue
             text += f"{field.offset - offset}x" if field.offset > offset else ""
@@ -103,11 +103,12 @@ class ParamsLayout:
         NVRTC before 13.5 knows neither `offsetof` nor `__builtin_offsetof`; all versions know the
         `__INTADDR__` that its front end implements `offsetof` with.
         """
-        return "".join(
-            f"static_assert(__INTADDR__(&(({name}*)0)->{field.name}) == {field.offset});\n"
-            for field in self.fields.values()
-            if not field.block
-        )
+        text = ""
+        for field in self.fields.values():
+            line = f"static_assert(__INTADDR__(&(({name}*)0)->{field.name}) == {field.offset});\n"
+            condition = field.condition
+            text += f"#if {condition}\n{line}#endif\n" if condition else line
+        return text
 
 
 @functools.cache
