@@ -543,9 +543,8 @@ def packed_mask(
     """The same with the terms as operators take them, floats and integers."""
     identity = identity_of(mask_mod)
     captured = *identity.tensors, *buffers
-    first = (next(i for i, x in enumerate(captured) if x is t) for t in buffers)
-    of_buffers = tuple((at, t.dtype, tuple(t.shape)) for at, t in zip(first, buffers, strict=True))
-    key = identity.key, of_buffers, device
+    of_buffers = tuple((t.dtype, tuple(t.shape)) for t in buffers)
+    key = identity.key, of_buffers, _equal_places(captured), device
     known = None if identity.key is None else _whole_masks.get(key)
     if known is None:
         e, tensors = Expressions(), []
@@ -582,10 +581,11 @@ def _split_of(
     keys = [identity.key for identity in identities]
     grads = tuple(map(tracing.is_differentiated, captured))
     described_buffers = tuple((t.dtype, tuple(t.shape)) for t in given.buffers)
+    equal = _equal_places(captured)
     states = None if table is None else (table.block, tuple(table.states.shape))
     key = (
-        given.score_mod is None, given.mask_mod is None, *keys, described_buffers, grads, states,
-        given.query.device, given.dtype,
+        given.score_mod is None, given.mask_mod is None, *keys, described_buffers, grads, equal,
+        states, given.query.device, given.dtype,
     )  # fmt: skip
     is_keyed = None not in keys and not _has_symbols(given, captured)
     known = _splits.get(key) if is_keyed else None
@@ -602,6 +602,12 @@ def _split_of(
                        "captures cannot be compared: capture numbers and tensors")  # fmt: skip
     found, places = known
     return found, [captured[place] if place >= 0 else t for place, t in places]
+
+
+def _equal_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Of each tensor the place of the first that is the same object: it is read as that one."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(t), i) for i, t in enumerate(tensors))
 
 
 def _has_symbols(given: Arguments, captured: Sequence[Tensor]) -> bool:

@@ -227,6 +227,33 @@ def test_buffers_come_behind_the_indices():
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("place", ["buffer", "mask", "closure"])
+def test_one_tensor_in_two_places_and_then_two(place):
+    q, k, v = tensors(torch.float32, grad=False)
+    a, b = torch.randn(2, f.S)
+
+    def attend(first, second):
+        if place == "buffer":
+            added = lambda s, b, h, i, j, t: s + first[i] * t[j]  # noqa: E731
+            return fa_ops.flex_attention(q, k, v, added, buffers=(second,))
+        if place == "closure":
+            return fa_ops.flex_attention(q, k, v, lambda s, b, h, i, j: s + first[i] * second[j])
+        return fa_ops.flex_attention(
+            q, k, v, lambda s, b, h, i, j: s + first[i],
+            mask_mod=lambda b, h, i, j: second[j] < 0.5,
+        )  # fmt: skip
+
+    def expected(first, second):
+        s = q @ k.mT / math.sqrt(q.shape[-1])
+        if place != "mask":
+            return torch.softmax(s + first.view(-1, 1) * second, -1) @ v
+        kept = second < 0.5
+        return torch.softmax(s.masked_fill(~kept, -torch.inf), -1).nan_to_num(0.0) @ v
+
+    for first, second in ((a, a), (a, b), (b, b), (b, a)):
+        torch.testing.assert_close(attend(first, second), expected(first, second))
+
+
 def test_kernel_options_warn_once():
     q, k, v = tensors(torch.float32, grad=False)
     flex._warned.discard("kernel_options")
