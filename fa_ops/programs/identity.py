@@ -48,7 +48,14 @@ _NOT_RUN = frozenset(
     __getnewargs__ __getnewargs_ex__
     """.split()
 )
-_ENVIRONMENT = frozenset(("environ", "getenv"))  # state behind functions of the standard library
+# State behind functions of libraries: names by which code asks for it, and modules that have it.
+_STATE = frozenset(
+    """
+    environ getenv random get_default_dtype is_grad_enabled is_inference_mode_enabled
+    is_autocast_enabled get_autocast_dtype get_autocast_gpu_dtype get_autocast_cpu_dtype
+    """.split()
+)
+_STATEFUL_MODULES = frozenset(("random", "_random", "time", "datetime", "secrets", "numpy.random"))
 _ANY_ATTRIBUTE = frozenset(("getattr", "vars", "__dict__"))
 
 
@@ -105,6 +112,8 @@ class _Walk:
         if id(x) in self._seen:
             return "again", self._seen[id(x)]
         self._seen[id(x)] = len(self._seen)
+        if _is_stateful(x):
+            raise _Incomparable
         if isinstance(x, types.FunctionType):
             return self._function(x)
         if isinstance(x, fx.GraphModule):
@@ -171,7 +180,7 @@ class _Walk:
         if _is_library(f):
             return "library", f
         names = _names(f.__code__)
-        if not _ENVIRONMENT.isdisjoint(names):
+        if not _STATE.isdisjoint(names):
             raise _Incomparable
         self.names |= names
         found = []
@@ -288,6 +297,19 @@ def _slots_of(kind: type) -> list[str]:
         for n, value in vars(base).items()
         if isinstance(value, types.MemberDescriptorType)
     ]
+
+
+def _is_stateful(x: object) -> bool:
+    """Whether it is of a library, and gives something else each time, such as the time."""
+    if isinstance(x, types.ModuleType):
+        return x.__name__ in _STATEFUL_MODULES
+    of_c = types.BuiltinFunctionType | types.MethodType
+    owner = x.__self__ if isinstance(x, of_c) else None
+    if isinstance(owner, types.ModuleType | type(None)):
+        owner = x if isinstance(x, of_c | types.FunctionType) else type(x)
+    elif not isinstance(owner, type):
+        owner = type(owner)
+    return getattr(owner, "__module__", None) in _STATEFUL_MODULES
 
 
 def _is_library(x: object) -> bool:

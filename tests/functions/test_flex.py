@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import warnings
 
 import pytest
@@ -278,6 +279,21 @@ def test_captured_values_are_read_anew():
     assert not torch.equal(before, doubled)
     torch.testing.assert_close(doubled, fa_ops.attention(q, k, v, scale=2 / math.sqrt(8)))
     assert torch.equal(attend(torch.ones(f.H), 0.0), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*is read in every call")
+def test_functions_that_draw_numbers_or_read_modes_are_read_in_every_call():
+    q, k, v = tensors(torch.float32, grad=False)
+    drawn = random.Random(0).uniform
+    for score_mod in (
+        lambda s, b, h, i, j: s * random.random(),
+        lambda s, b, h, i, j, draw=drawn: s * draw(0.0, 2.0),
+        lambda s, b, h, i, j: s * (time.perf_counter() % 2.0),
+        lambda s, b, h, i, j: s * (2.0 if torch.is_grad_enabled() else 1.0),
+    ):
+        with torch.no_grad():
+            before = fa_ops.flex_attention(q, k, v, score_mod)
+        assert not torch.equal(fa_ops.flex_attention(q, k, v, score_mod), before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
