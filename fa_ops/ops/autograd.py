@@ -207,7 +207,7 @@ def _gradients(
     if (
         last is not None
         and not (torch.is_grad_enabled() or tracing.is_watched())
-        and last.outcome[0] == recognition.settings(given[2].dtype, mask_grad)
+        and last.outcome[0] == recognition.settings(given[2], mask_grad)
         and last.matches(*given, *others)
     ):
         grads = last.outcome[1](*given, operands)
@@ -235,7 +235,7 @@ def _planned_gradients(
             plan.signature, plan.options, plan.scalars, q, k, v, operands, saved
         ).run
         matches = recognition.like(*given, *others)
-        plan.last_backward = LastCall(matches, (recognition.settings(q.dtype, mask_grad), run))
+        plan.last_backward = LastCall(matches, (recognition.settings(q, mask_grad), run))
         return run(*given, operands)
     schema = recording.operators.backward
     args, options = schema.arguments(Call(q, k, v, operands, plan.options))

@@ -128,7 +128,7 @@ class BackwardCallSite(CallSite):
         tensors, operands, scalars = given, NO_OPERANDS, self.scalars
         if self.has_others:
             tensors, operands, scalars = self._bound(given)
-        switches = recognition.settings(given[2].dtype, self.mask_grad)
+        switches = recognition.settings(given[2], self.mask_grad)
         settings = self, _is_grad_enabled(), switches, given[self.end :]
         last = recognition.last_calls.get(settings)
         if last is not None and last.matches(*tensors):

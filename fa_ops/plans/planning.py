@@ -107,7 +107,7 @@ def key_of(
         if k_shape != v_shape:  # values may be part of the keys
             key += (k.data_ptr() == v.data_ptr(),)
         if dtype is torch.float32:
-            key += (recognition.precision_of(dtype),)
+            key += (recognition.precision_of(q),)
         if operands is not NO_OPERANDS:
             given = signature.operands.select(operands)
             key += tuple(

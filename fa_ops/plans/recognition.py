@@ -63,26 +63,26 @@ _precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 _MATMUL = torch.backends.cuda.matmul
 
 
-def precision_of(dtype: torch.dtype) -> str | None:
-    """The precision of products of float32; None for other dtypes."""
-    if dtype is not torch.float32:
+def precision_of(x: Tensor) -> str | None:
+    """The precision of products of float32 on GPUs; None for CPUs and for other dtypes."""
+    if x.dtype is not torch.float32 or x.is_cpu:
         return None
     matmul = torch.backends.cuda.matmul
     is_known = matmul is _MATMUL and _precision is not None
     return _precision("cuda", "matmul") if is_known else matmul.fp32_precision
 
 
-def settings(dtype: torch.dtype, mask_grad: bool) -> tuple:
+def settings(q: Tensor, mask_grad: bool) -> tuple:
     """What a backward pass depends on besides its tensors and the options of its forward pass."""
     deterministic = _is_deterministic()
     backend = backend_option.chosen() if backend_option.open_blocks() else backend_option.default
-    return backend, deterministic, precision_of(dtype), mask_grad
+    return backend, deterministic, precision_of(q), mask_grad
 
 
 def like_call(q: Tensor, k: Tensor, v: Tensor, *operands: Tensor | None) -> Callable[..., bool]:
     """A test whether a forward call with other tensors has the geometry of one with these."""
     are_like = like(q, k, v, *operands, may_be_nested=True)
-    precision = precision_of(q.dtype)
+    precision = precision_of(q)
     shared = shares_memory(k, v)
     if precision is None and shared is None:
         return are_like
@@ -91,7 +91,7 @@ def like_call(q: Tensor, k: Tensor, v: Tensor, *operands: Tensor | None) -> Call
         return (
             are_like(q, k, v, *operands)
             and (shared is None or (k.data_ptr() == v.data_ptr()) is shared)
-            and precision == precision_of(q.dtype)
+            and precision == precision_of(q)
         )
 
     return matches

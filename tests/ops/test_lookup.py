@@ -102,12 +102,18 @@ def test_settings_tell_calls_apart(monkeypatch):
         assert {x.route for x in found()} == {Route.DISPATCH}
     with fa_ops.use_backend("cpu"):
         chosen = found()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="other"))
-        rounded = found()
-    plans = [x[0].plan for x in (recorded, chosen, rounded)]
-    assert len(set(map(id, plans))) == 3
-    assert found()[0].plan is plans[0]
+    plans = [recorded[0].plan, chosen[0].plan]
+    assert plans[0] is not plans[1] and found()[0].plan is plans[0]
+
+
+def test_the_precision_of_products_tells_calls_apart_but_on_cpus(monkeypatch):
+    for device, plans in (("meta", 2), ("cpu", 1)):
+        call = DENSE_FUNCTION, *(x.to(device) for x in (Q, K, V)), NO_OPERANDS, SCALARS
+        found = [eager.find(*call).plan for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="other"))
+            found += [eager.find(*call).plan for _ in range(2)]
+        assert len(set(map(id, found))) == plans, device
 
 
 def test_calls_without_gradients_have_no_plan_that_records():

@@ -21,10 +21,20 @@ from fa_ops.backends.cpu.dense import VECTOR, _like
 from fa_ops.call.call import Call, Run
 from fa_ops.call.options import Operands
 
+try:  # empty(size, stride, dtype): half of torch.empty_strided's time
+    from torch._C._dynamo.guards import _empty_strided_cpu as empty
+except ImportError:
+
+    def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor."""
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+
 # torch's function takes a microsecond less than the object of its operator
 _kernel = torch._scaled_dot_product_flash_attention_for_cpu
-_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default._op
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+equal, norm = torch.equal, torch.linalg.vector_norm
 
 MAX_MASK = 2**18  # elements of a mask that is converted; in a larger one `dense` skips tiles
 MAX_WINDOW = 2**16  # scores that are masked where keys could be left out
@@ -266,31 +276,42 @@ def forward(call: Call, otherwise: Run) -> Run:
 
 
 def _plain(call: Call, is_causal: bool, otherwise: Run) -> Run:
-    """`attend` of whole tensors that the kernel reads as they are, without its other steps."""
+    """`attend` of whole tensors that the kernel reads as they are, without its other steps.
+
+    Nothing here is a view to a caller, and nothing records: no guard against autograd is needed.
+    """
     scale, (B, H, S, D) = call.scale, call.query.shape
     shape, strides, dtype = (B, H, S, D), (S * H * D, D, H * D, 1), call.query.dtype
-    new, q_strides = torch.empty_strided, call.query.stride()
+    # the kernel's are those of the query
+    is_copied = torch.empty_like(call.query).stride() != strides
+    few = B * H * S * D <= FEW
+
+    def run(q, k, v, operands, with_lse=True):
+        out, lse = _kernel(q, k, v, 0.0, is_causal, scale=scale)
+        if is_causal and not (equal(out, out) if few else math.isfinite(out.sum())):
+            return otherwise(q, k, v, operands, with_lse)  # see `may_have_nan`
+        if is_copied:
+            out = empty(shape, strides, dtype).copy_(out)
+        return out, lse.contiguous() if with_lse else lse
 
     # Allocators give memory of megabytes back, and to get it again takes a third of a call's time,
     # so that each row of the batch is copied where that leaves no thread without a head.
     is_large = math.prod(shape) * dtype.itemsize >= 2**20 and torch.get_num_threads() <= H
-    parts = B if is_large and q_strides != strides else 1
+    if B == 1 or not (is_large and is_copied):
+        return run
 
-    def run(q, k, v, operands, with_lse=True):
+    def run_by_rows(q, k, v, operands, with_lse=True):
+        if with_lse:
+            return run(q, k, v, operands)
+        out = empty(shape, strides, dtype)
         with below_autograd():
-            if parts > 1 and not with_lse:
-                out = lse = new(shape, strides, dtype=dtype, device="cpu")
-                for o, *tensors in zip(*(x.chunk(parts) for x in (out, q, k, v))):
-                    o.copy_(_kernel(*tensors, 0.0, is_causal, attn_mask=None, scale=scale)[0])
-            else:
-                out, lse = _kernel(q, k, v, 0.0, is_causal, attn_mask=None, scale=scale)
-            if not (is_causal and may_have_nan(out)):
-                if out.stride() != strides:  # the kernel's are those of the query
-                    out = new(shape, strides, dtype=dtype, device="cpu").copy_(out)
-                return out, lse.contiguous() if with_lse else lse
-        return otherwise(q, k, v, operands, with_lse)
+            for o, *tensors in zip(*(x.chunk(B) for x in (out, q, k, v))):
+                o.copy_(_kernel(*tensors, 0.0, is_causal, scale=scale)[0])
+        if is_causal and may_have_nan(out):
+            return otherwise(q, k, v, operands, with_lse)
+        return out, None
 
-    return run
+    return run_by_rows
 
 
 def _way(call: Call) -> tuple[bool, int, MakeBias | None] | None:
@@ -399,11 +420,10 @@ def gradients_of(call: Call) -> Callable[..., tuple[Tensor, Tensor, Tensor] | No
     convert = None if converts == [None] * 5 else [f or _unchanged for f in converts]
 
     def differentiate(grad_out, q, k, v, out, lse, is_causal, bias):
-        if not torch.equal(lse, lse.clamp(-largest, largest)):
-            if bias is None:
-                return None
-            lse = lse.masked_fill(lse == -math.inf, 0.0)  # empty rows: all weights are exp(-inf)
-            if not torch.equal(lse, lse.clamp(-largest, largest)):
+        if not norm(lse).item() <= largest:  # in most calls, and then no element is larger
+            if bias is not None:
+                lse = lse.masked_fill(lse == -math.inf, 0.0)  # empty rows: weights are exp(-inf)
+            if not equal(lse, lse.clamp(-largest, largest)):
                 return None
         tensors = grad_out, q, k, v, out
         if convert is not None:
