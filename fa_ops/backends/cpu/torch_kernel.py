@@ -121,7 +121,7 @@ def attend_of(call: Call) -> Attend:
         if (is_causal or bias is not None) and may_have_nan(out):
             return None
         if with_lse:
-            if bias is not None:
+            if bias is not None and not lse.all():  # the kernel's is 0 in empty rows
                 if not _is_finite(k):
                     return None  # a score of -Inf makes a row empty, too
                 lse = lse.masked_fill(bias.amax(-1) == lowest, lowest)
@@ -134,7 +134,7 @@ def attend_of(call: Call) -> Attend:
             or strides[:2] != (S * width, D)
             or (strides[2] != width and S > 1)
         ):
-            out = layout.bshd(out, dtype)
+            out = empty((len(out), Hq, S, D), (S * width, D, width, 1), dtype).copy_(out)
         return out, lse
 
     return attend

@@ -84,6 +84,10 @@ CALLS = {
     "with lse": (attention(return_lse=True), 9, [KERNEL, "contiguous"]),
     "float mask": (attention(attn_mask=torch.randn(32, 32)), 13, [KERNEL, "equal"]),
     "bool mask": (attention(attn_mask=BOOL), 13, ["where", KERNEL, "equal"]),
+    "float mask with lse": (
+        attention(attn_mask=torch.randn(32, 32), return_lse=True), 13,
+        [KERNEL, "equal", "all", "contiguous"],
+    ),
     "lengths": (attention(kv_lens=LENS), 13, ["arange", "view", "where", KERNEL, "equal"]),
     "a single query": (attention(1, 512, heads=(9, 3)), 10, ["view", KERNEL, "reshape"]),
     "cached": (cached(500), 18, ["narrow", "narrow", "view", KERNEL, "reshape"]),
