@@ -33,7 +33,7 @@ _OPERATIONS: dict[str, Callable] = {
     "log": torch.log, "log2": torch.log2, "log1p": torch.log1p, "sqrt": torch.sqrt,
     "rsqrt": torch.rsqrt, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin,
     "cos": torch.cos, "erf": torch.erf, "floor": torch.floor, "ceil": torch.ceil,
-    "trunc": torch.trunc,
+    "trunc": torch.trunc, "detach": torch.detach,
 }  # fmt: skip
 
 

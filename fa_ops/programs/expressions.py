@@ -18,7 +18,9 @@ MAX_NODES = 4096
 
 # The operations, by what they take and give.
 FLOAT_FUNCTIONS = frozenset(
-    "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf floor ceil trunc".split()
+    """
+    exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf floor ceil trunc detach
+    """.split()
 )
 _NUMBERS = frozenset("add sub mul min max".split())  # of two ints, or two floats
 _SIGNED = frozenset("neg abs".split())
@@ -179,6 +181,8 @@ class Expressions:
             return args[1]
         if op == "not":
             return self._negated(a)
+        if op == "detach":
+            return a if a.op in ("const", "detach") else None
         return a.args[0] if op == "neg" and a.op == "neg" else None
 
     def _negated(self, a: Node) -> Node | None:

@@ -8,6 +8,7 @@ values are never read. What depends on values, or is no function of single eleme
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -70,6 +71,7 @@ class _Part(NamedTuple):
 
     tensor: int
     index: tuple[Node, ...]
+    is_detached: bool = False
 
 
 def _session_of(arguments: object) -> _Session:
@@ -178,7 +180,11 @@ class _Session(TorchFunctionMode):
     def _part(self, part: _Part) -> _StandIn:
         t = self.tensors[part.tensor]
         shape = t.shape[len(part.index) :]
-        content = part if len(shape) else self.e.load(part.tensor, part.index, TYPES[t.dtype])
+        content = part
+        if not len(shape):
+            content = self.e.load(part.tensor, part.index, TYPES[t.dtype])
+            if part.is_detached and content.type == FLOAT:
+                content = self.e.make("detach", content)
         return _StandIn(content, self, t.dtype, tuple(shape))
 
     def _element(self, x: Tensor, index: object) -> object:
@@ -210,7 +216,7 @@ class _Session(TorchFunctionMode):
             self.refuse(
                 f"has {len(found)} indices for a tensor of shape {tuple(x.shape)}", IndexError
             )
-        return self._part(_Part(part.tensor, part.index + tuple(found)))
+        return self._part(part._replace(index=part.index + tuple(found)))
 
     # Operations of ATen on stand-ins.
 
@@ -223,8 +229,11 @@ class _Session(TorchFunctionMode):
         if name == "index":  # what indexing is in graphs of ATen
             return self._element(given["self"], tuple(given["indices"]))
         contents = {n: x.content if isinstance(x, _StandIn) else x for n, x in given.items()}
-        if name in _SAME:
-            return args[0]
+        if name in _SAME or name in _RESHAPED and isinstance(contents["self"], Node):
+            x = args[0]  # torch wants another object from what gives a view
+            return _StandIn(x.content, self, x.dtype, tuple(x.shape))
+        if name == "detach" and isinstance(contents["self"], _Part):
+            return self._part(contents["self"]._replace(is_detached=True))
         for x in contents.values():
             if isinstance(x, _Part):
                 shape = tuple(self.tensors[x.tensor].shape[len(x.index) :])
@@ -486,18 +495,40 @@ def _extreme(c: _AtenCall) -> Node:
     return c.e.make(c.name[:3], c.node("self"), c.node("other"))
 
 
+_MOST_FACTORS = 64  # of a power that is a product
+
+
+def _product(e: Expressions, x: Node, count: int, one: Node) -> Node:
+    """x to a power that is no negative number, by squares."""
+    product = None
+    while count:
+        if count % 2:
+            product = x if product is None else e.make("mul", product, x)
+        count //= 2
+        x = e.make("mul", x, x) if count else x
+    return one if product is None else product
+
+
 def _power(c: _AtenCall) -> Node:
-    exponent = c.x["exponent"]
-    if isinstance(exponent, int | float) and exponent in (0.5, 1, 2, 3, 4, -1):
+    exponent, base = c.x["exponent"], c.x["self"]
+    one = c.e.constant(1, c.type)
+    if isinstance(exponent, int | float):
         x = c.node("self")
-        if exponent == 0.5:
-            return c.e.make("sqrt", x)
-        if exponent == -1:
-            return c.e.make("div", c.e.constant(1.0, FLOAT), x)
-        product = x
-        for _ in range(int(exponent) - 1):
-            product = c.e.make("mul", product, x)
-        return product
+        if abs(exponent) == 0.5:
+            return c.e.make("sqrt" if exponent > 0 else "rsqrt", x)
+        if exponent == int(exponent) and -_MOST_FACTORS <= exponent <= _MOST_FACTORS:
+            power = _product(c.e, x, abs(int(exponent)), one)
+            if exponent >= 0:
+                return power
+            if c.type == FLOAT:
+                return c.e.make("div", one, power)
+    if base == 2 and not isinstance(base, bool | Node):
+        x = c.node("exponent")
+        if c.type == FLOAT:
+            return c.e.make("exp2", x)
+        zero = c.e.constant(0, INT)
+        power = c.e.make("shl", one, c.e.make("max", x, zero))
+        return c.e.make("where", c.e.make("lt", x, zero), zero, power)
     if c.type == INT:
         raise ValueError(f"an integer to the power {exponent}, cast it by .float()")
     return c.e.make("pow", c.node("self"), c.node("exponent"))
@@ -533,10 +564,112 @@ def _composed(c: _AtenCall) -> Node:
             scaled = e.make("mul", x, slope)
             soft = e.make("div", e.make("log1p", e.make("exp", scaled)), slope)
             return e.make("where", e.make("lt", limit, scaled), x, soft)
+        case "log10":
+            return e.make("div", e.make("log", x), e.constant(math.log(10.0), FLOAT))
         case "isnan":
             f = c.node("self", FLOAT)
             return e.make("not", e.make("eq", f, f))
     raise ValueError(c.name)
+
+
+def _angle(e: Expressions, y: Node, x: Node) -> Node:
+    """atan2(y, x): of the lesser over the larger coordinate, halved twice, by its series.
+
+    The angle is below pi / 16 then, and what the 12 terms leave out is below 1e-17.
+    """
+
+    def number(value: float) -> Node:
+        return e.constant(value, FLOAT)
+
+    zero, one = number(0.0), number(1.0)
+    is_steep = e.make("lt", e.make("abs", x), e.make("abs", y))
+    above, below = e.make("where", is_steep, x, y), e.make("where", is_steep, y, x)
+    below = e.make("where", e.make("eq", below, zero), one, below)  # of no coordinate
+    slope = e.make("div", above, below)
+    for _ in range(2):
+        root = e.make("sqrt", e.make("add", one, e.make("mul", slope, slope)))
+        slope = e.make("div", slope, e.make("add", one, root))
+    square, series = e.make("mul", slope, slope), number(1.0 / 23)
+    for n in range(10, -1, -1):
+        rest = e.make("mul", square, series)
+        series = e.make("sub", number(1.0 / (2 * n + 1)), rest)
+    angle = e.make("mul", e.make("mul", number(4.0), slope), series)
+    sign = e.make("where", e.make("lt", y, zero), number(-1.0), one)
+    quarter = e.make("mul", sign, number(math.pi / 2))
+    half = e.make("where", e.make("lt", x, zero), e.make("mul", sign, number(math.pi)), zero)
+    return e.make(
+        "where", is_steep, e.make("sub", quarter, angle), e.make("add", half, angle)
+    )  # fmt: skip
+
+
+def _inverse(c: _AtenCall) -> Node:
+    """Inverses of the circular and hyperbolic functions."""
+    e, x = c.e, c.node("self", FLOAT)
+    one, half = e.constant(1.0, FLOAT), e.constant(0.5, FLOAT)
+    more, less = e.make("add", one, x), e.make("sub", one, x)
+    match c.name:
+        case "atan":
+            return _angle(e, x, one)
+        case "atan2":
+            return _angle(e, x, c.node("other", FLOAT))
+        case "asin":
+            return _angle(e, x, e.make("sqrt", e.make("mul", more, less)))
+        case "acos":
+            return _angle(e, e.make("sqrt", e.make("mul", more, less)), x)
+        case "atanh":
+            difference = e.make("sub", e.make("log1p", x), e.make("log1p", e.make("neg", x)))
+            return e.make("mul", half, difference)
+        case "acosh":
+            root = e.make("sqrt", e.make("mul", more, e.make("sub", x, one)))
+            return e.make("log", e.make("add", x, root))
+    is_negative = e.make("lt", x, e.constant(0.0, FLOAT))  # asinh: digits of those would cancel
+    size = e.make("where", is_negative, e.make("neg", x), x)
+    square = e.make("mul", x, x)
+    more = e.make("div", square, e.make("add", one, e.make("sqrt", e.make("add", square, one))))
+    found = e.make("log1p", e.make("add", size, more))
+    return e.make("where", is_negative, e.make("neg", found), found)
+
+
+def _hyperbolic(c: _AtenCall) -> Node:
+    e, x = c.e, c.node("self", FLOAT)
+    of = "exp" if c.name == "cosh" else "expm1"
+    both = e.make(of, x), e.make(of, e.make("neg", x))
+    total = e.make("add" if c.name == "cosh" else "sub", *both)
+    return e.make("mul", e.constant(0.5, FLOAT), total)
+
+
+def _rounded(c: _AtenCall) -> Node:
+    """To the nearest integer, of two the even one."""
+    e, x = c.e, c.node("self")
+    if c.type == INT:
+        return x
+    scale = e.constant(10.0 ** c.x.get("decimals", 0), FLOAT)
+    x = e.make("mul", x, scale)
+    half, one = e.constant(0.5, FLOAT), e.constant(1.0, FLOAT)
+    down = e.make("floor", x)
+    over = e.make("sub", x, down)
+    halved = e.make("mul", down, half)
+    is_odd = e.make("lt", e.make("floor", halved), halved)
+    is_up = e.make("or", e.make("lt", half, over), e.make("and", e.make("eq", half, over), is_odd))
+    return e.make("div", e.make("where", is_up, e.make("add", down, one), down), scale)
+
+
+def _of_two(c: _AtenCall) -> Node:
+    """Functions of two numbers that are some operations."""
+    e, a, b = c.e, c.node("self"), c.node("other")
+    if c.name in ("fmax", "fmin"):
+        extreme = e.make(c.name[1:], a, b)
+        if c.type == INT:
+            return extreme
+        extreme = e.make("where", e.make("eq", b, b), extreme, a)
+        return e.make("where", e.make("eq", a, a), extreme, b)
+    if c.name == "hypot":
+        return e.make("sqrt", e.make("add", e.make("mul", a, a), e.make("mul", b, b)))
+    apart = e.make("neg", e.make("abs", e.make("sub", a, b)))  # logaddexp
+    larger = e.make("add", e.make("max", a, b), e.make("log1p", e.make("exp", apart)))
+    middle = e.make("mul", e.constant(0.5, FLOAT), e.make("add", a, b))
+    equal = e.make("add", middle, e.constant(math.log(2.0), FLOAT))
+    return e.make("where", e.make("eq", a, b), equal, larger)
 
 
 def _constant(c: _AtenCall) -> Node:
@@ -546,11 +679,8 @@ def _constant(c: _AtenCall) -> Node:
     return c.e.constant(number, c.type)
 
 
-_SAME = frozenset(
-    """
-    detach detach_ alias lift_fresh lift_fresh_copy unsqueeze view squeeze expand reshape positive
-    """.split()
-)
+_SAME = frozenset("alias lift_fresh lift_fresh_copy positive".split())
+_RESHAPED = frozenset("unsqueeze view _unsafe_view squeeze expand reshape".split())  # of a number
 _RULES: dict[str, Callable[[_AtenCall], Node]] = (
     dict.fromkeys(("add", "sub", "mul", "rsub"), _arithmetic)
     | dict.fromkeys(("div", "true_divide", "floor_divide"), _division)
@@ -566,12 +696,18 @@ _RULES: dict[str, Callable[[_AtenCall], Node]] = (
     | dict.fromkeys(("maximum", "minimum"), _extreme)
     | dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamp)
     | dict.fromkeys(FLOAT_FUNCTIONS, _function)
-    | dict.fromkeys("reciprocal square relu sign sgn silu softplus isnan tan".split(), _composed)
+    | {"detach": lambda c: _function(c) if c.type == FLOAT else c.node("self")}
+    | dict.fromkeys(
+        "reciprocal square relu sign sgn silu softplus isnan tan log10".split(), _composed
+    )
+    | dict.fromkeys("atan atan2 asin acos atanh acosh asinh".split(), _inverse)
+    | dict.fromkeys(("sinh", "cosh"), _hyperbolic)
+    | dict.fromkeys(("hypot", "fmax", "fmin", "logaddexp"), _of_two)
     | dict.fromkeys("zeros zeros_like new_zeros ones ones_like new_ones".split(), _constant)
     | dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _constant)
     | dict.fromkeys(("_to_copy", "to", "clone", "contiguous"), lambda c: c.node("self"))
     | dict.fromkeys(("neg", "abs"), lambda c: c.e.make(c.name, c.node("self")))
-    | {"where": _where, "masked_fill": _masked_fill, "pow": _power}
+    | {"where": _where, "masked_fill": _masked_fill, "pow": _power, "round": _rounded}
 )
 
 

@@ -319,7 +319,7 @@ def _operation(xp: SimpleNamespace, node: Node, args: list) -> tuple:
     (lo, hi), (least, most) = args[0], args[-1]
     if op == "to_int":
         return xp.trunc(lo), xp.trunc(hi)
-    if op == "to_float":
+    if op in ("to_float", "detach"):
         return lo, hi
     if op in _GROWING:
         return getattr(xp, op)(lo), getattr(xp, op)(hi)

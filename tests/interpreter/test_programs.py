@@ -47,7 +47,7 @@ def assert_same(score_mod, mask_mod, grads: bool = True, **options) -> None:
             torch.testing.assert_close(a, b, atol=3e-5 * scale, rtol=3e-4)
 
 
-@pytest.mark.parametrize("name", ["gates", "relative", "scale and offset"])
+@pytest.mark.parametrize("name", ["gates", "relative", "scale and offset", "powers and roundings"])
 def test_scores_and_their_gradients(name):
     assert_same(f.SCORES[name], None)
 

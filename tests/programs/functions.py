@@ -130,6 +130,33 @@ SCORES: dict[str, Callable] = {
     "sandwich": sandwich,
     "clamped": lambda s, b, h, i, j: s.clamp(-0.5, 0.5) + torch.relu(s) * KEY_BIAS[b, j],
     "sigmoid": lambda s, b, h, i, j: s * torch.sigmoid(s * FACTOR[h] + GATE[b, h, i]),
+    "angles": lambda s, b, h, i, j: (
+        torch.atan2(s, GATE[b, h, j])
+        + torch.asin(0.9 * torch.sin(s))
+        + torch.acos(0.9 * torch.cos(s))
+        + torch.atan(30.0 * s)
+        + torch.hypot(s, FACTOR[h])
+    ),
+    "hyperbolic": lambda s, b, h, i, j: (
+        torch.asinh(s)
+        + torch.acosh(1.5 + s * s)
+        + torch.atanh(torch.tanh(s) * 0.9)
+        + torch.logaddexp(s, GATE[b, h, j])
+        + torch.log10(torch.cosh(s))
+        + torch.sinh(0.1 * s)
+    ),
+    "powers and roundings": lambda s, b, h, i, j: (
+        (0.2 * s) ** 6
+        + (2.0 + s.abs()) ** -5
+        + 2.0 ** (0.2 * s)
+        + 0.1 * torch.round(0.25 * i * j).sin()
+        + torch.round((i * j + 0.25) * 0.013, decimals=1).cos()
+        + (2 ** (i % 5) + (j % 3) ** 5) * 1e-2
+        + torch.fmax(s, KEY_BIAS[b, j.view_as(j)])
+    ),
+    "detached": lambda s, b, h, i, j: (
+        s * torch.sigmoid(s).detach() + s * KEY_BIAS.detach()[b, j] + GATE[b, h, i] * s.detach()
+    ),
     "hidden where low": lambda s, b, h, i, j: torch.where(s > -0.5, s, -float("inf")),
 }
 

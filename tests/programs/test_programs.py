@@ -414,6 +414,8 @@ REFUSED = {
     "numpy": (lambda s, b, h, i, j: s + T.numpy()[0, 0], "array"),
     "complex": (lambda s, b, h, i, j: s + torch.zeros(3, dtype=torch.complex64)[h], "complex64"),
     "unknown": (lambda s, b, h, i, j: torch.digamma(s), "calls digamma"),
+    "view": (lambda s, b, h, i, j: s + T.view(96, 4)[i, h], "shape (4, 96) by view"),
+    "flattened": (lambda s, b, h, i, j: s + T.flatten()[i], "whole tensor of shape"),
     "whole": (lambda s, b, h, i, j: s + (T * 2)[h, i], "whole tensor"),
     "dense": (lambda s, b, h, i, j: torch.tanh(s + f.PAIR_BIAS[h, i, j]), "inside a function"),
 }  # fmt: skip

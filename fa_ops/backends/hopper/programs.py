@@ -502,6 +502,8 @@ def _operation(node: Node, args: list[str]) -> str:
         return _floored(node, args)
     if op in ("min", "max"):
         return f"{'program_' * (node.type == FLOAT)}{op}({args[0]}, {args[1]})"
+    if op == "detach":  # only derivatives differ
+        return args[0]
     if op == "abs":
         return f"{'fabsf' if node.type == FLOAT else 'abs'}({args[0]})"
     if op in ("neg", "not", "bitnot"):

@@ -188,6 +188,8 @@ def _text(program: ScoreProgram, node: Node, args: list[str]) -> str:
         return f"-{args[0]}"
     if op in ("not", "bitnot"):
         return f"({args[0]} == 0)" if op == "not" else f"~{args[0]}"
+    if op == "detach":  # only derivatives differ
+        return args[0]
     if op == "to_float":
         return f"{args[0]}.to(tl.float32)"
     if op == "to_int":
