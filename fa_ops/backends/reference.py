@@ -159,7 +159,7 @@ def product(a: Tensor, b: Tensor, terms: Tensor) -> Tensor:
 
 
 class _Scores(torch.autograd.Function):
-    """q @ k^T with gradients that sum over attended pairs only."""
+    """q @ k^T with gradients, of each order, that sum over attended pairs only."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, attended: Tensor) -> Tensor:
@@ -170,11 +170,12 @@ class _Scores(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         q, k, attended = ctx.saved_tensors
         mirrored = attended.transpose(-1, -2)
-        return product(grad, k, attended), product(grad.transpose(-1, -2), q, mirrored), None
+        of_q = _Weighted.apply(grad, k, attended)
+        return of_q, _Weighted.apply(grad.transpose(-1, -2), q, mirrored), None
 
 
 class _Weighted(torch.autograd.Function):
-    """p @ v, a sum over attended keys only, and so are its gradients."""
+    """p @ v, a sum over attended keys only, and so are its gradients of each order."""
 
     @staticmethod
     def forward(ctx, p: Tensor, v: Tensor, attended: Tensor) -> Tensor:
@@ -184,8 +185,9 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         p, v, attended = ctx.saved_tensors
-        of_p = (grad @ v.transpose(-1, -2)).masked_fill(~attended, 0.0)
-        return of_p, product(p.transpose(-1, -2), grad, attended.transpose(-1, -2)), None
+        of_p = _Scores.apply(grad, v, attended).masked_fill(~attended, 0.0)
+        of_v = _Weighted.apply(p.transpose(-1, -2), grad, attended.transpose(-1, -2))
+        return of_p, of_v, None
 
 
 def apply_weights(p: Tensor, v: Tensor, attended: Tensor) -> Tensor:

@@ -360,9 +360,11 @@ def test_accuracy_where_keys_have_a_mean(mean, factor):
         assert error(found, exact) <= 3 * max(of_backward, 4e-3)
 
 
-def test_nan_affects_only_what_attends_it():
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_nan_affects_only_what_attends_it(backend):
     """A NaN of a masked key, or of its tangent, reaches no row that does not attend it."""
-    call = with_saved(make_case(Sq=40, Sk=300, is_causal=True, dtype=torch.float64).fresh())
+    case = make_case(Sq=40, Sk=300, is_causal=True, dtype=torch.float64)
+    call = with_saved(case.fresh().changed(backend=backend))
     t = drawn_tangents(call)
     clean, of_grads = derivatives(call, t, None)
     for name in ("key", "value"):
