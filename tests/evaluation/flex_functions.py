@@ -131,6 +131,15 @@ _PLAIN = {
     "constants": lambda s, b, h, i, j: s + torch.full_like(s, 0.5) * torch.ones_like(s),
     "a tensor that it makes": lambda s, b, h, i, j: s * torch.tensor(0.5) + torch.pi,
     "reciprocal": lambda s, b, h, i, j: s + (i - j).abs().add(1).reciprocal() + torch.rsqrt(j + 1),
+    "angles": lambda s, b, h, i, j: torch.atan2(s, j + 1) + torch.asin(0.9 * torch.tanh(s)),
+    "sigmoid by tanh": lambda s, b, h, i, j: 0.5 * (1 + torch.tanh(s / 2)) + torch.sinh(s * 0.1),
+    "high powers": lambda s, b, h, i, j: (s * 0.3) ** 6 + (1.5 + s.abs()) ** -5 + (j % 3) ** 5,
+    "powers of two": lambda s, b, h, i, j: 2.0 ** (0.3 * s) + 2 ** (i % 4) * 0.1,
+    "rounded": lambda s, b, h, i, j: s + torch.round(0.25 * (i * j)).cos() + torch.hypot(s, j + 1),
+    "without gradient": lambda s, b, h, i, j: torch.where(s.detach() > 0, s, s.detach() * 0.1),
+    "fractions of indices": lambda s, b, h, i, j: torch.where((i / 8 - j / 8).abs() < 3, s, -9.0),
+    "quotients by keys": lambda s, b, h, i, j: s - i // (1 + j),
+    "reshaped": lambda s, b, h, i, j: s.view_as(i) + j.expand_as(s).reshape_as(i) * 0.1,
     "kerple": lambda s, b, h, i, j: s - 0.7 * torch.log(1 + 0.3 * (i - j).abs()),
     "alibi by powers": lambda s, b, h, i, j: s + (j - i) * torch.exp2(-((h + 1) * 8.0 / 4)),
     "sandwich": lambda s, b, h, i, j: s + functools.reduce(
@@ -245,6 +254,18 @@ def kinds_of_tokens(draw):
 def forgetting(draw):
     gates = draw.real(draw.B, draw.H, draw.longest)
     return lambda s, b, h, i, j: torch.where(i >= j, s + gates[b, h, i] - gates[b, h, j], -math.inf)
+
+
+@score
+def sums_of_indices(draw):
+    table = draw.real(draw.Sq + draw.Sk)
+    return lambda s, b, h, i, j: s + table[i + j]
+
+
+@score
+def captured_without_gradient(draw):
+    bias, pairs = draw.real(draw.H, draw.Sk), draw.real(draw.Sq, draw.Sk)
+    return lambda s, b, h, i, j: s + bias.detach()[h, j] * 0.5 + pairs[i, j].detach() + bias[h, j]
 
 
 @score
