@@ -44,6 +44,8 @@ class Layer(torch.nn.Module):
         assert_type(fa_ops.attention(q, k, v, return_lse=False), Tensor)
         assert_type(fa_ops.attention(q, k, v, return_lse=True, backend="cpu"), Pair)
         assert_type(fa_ops.attention(q, k, v, return_lse=with_lse), Tensor | Pair)
+        aux = AuxRequest(max_scores=True)
+        assert_type(fa_ops.attention(q, k, v, return_aux=aux), tuple[Tensor, AuxOutput])
         assert_type(fa_ops.attention_varlen(q, k, v, ends, None, page_table=ends), Tensor)
         assert_type(fa_ops.attention_varlen(q, k, v, ends, ends, 5, 5, return_lse=True), Pair)
         assert_type(fa_ops.attention_with_kv_cache(q, k, v, ends, key=k, value=v), Tensor)
@@ -179,7 +181,7 @@ def test_pyright_accepts_users_code(tmp_path):
 @pytest.mark.parametrize(
     "function, options, others",
     [
-        (fa_ops.attention, python_types.DenseOptions, ""),
+        (fa_ops.attention, python_types.DenseOptions, "return_aux"),
         (fa_ops.attention_varlen, python_types.PackedOptions, ""),
         (fa_ops.attention_with_kv_cache, python_types.CachedOptions, ""),
         (fa_ops.quantized_attention, python_types.QuantizedOptions, ""),

@@ -40,7 +40,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class DenseOptions(ScoreOptions, total=False):
-    """Those of `attention`."""
+    """Those of `attention`, without `return_aux`."""
 
     alibi_slopes: Tensor | None
     kv_lens: Tensor | None

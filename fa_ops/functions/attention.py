@@ -25,11 +25,13 @@ from fa_ops.call.python_types import (
     refuse_unknown,
     sides,
 )
+from fa_ops.functions.largest_scores import with_aux
 from fa_ops.ops import autocast, dense, masks, merge, seeds, varlen
 from fa_ops.ops.eager import PublicFunction, run
 from fa_ops.ops.schemas import Schema
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
     from typing_extensions import Unpack
 
     from fa_ops.call.python_types import DenseOptions, PackedOptions
@@ -48,20 +50,26 @@ _VARLEN = PublicFunction(
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False,
-    *, return_lse: Literal[False] = False, **options: Unpack[DenseOptions],
+    *, return_lse: Literal[False] = False, return_aux: None = None, **options: Unpack[DenseOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False,
-    *, return_lse: Literal[True], **options: Unpack[DenseOptions],
+    *, return_lse: Literal[True], return_aux: None = None, **options: Unpack[DenseOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False,
-    *, return_lse: bool, **options: Unpack[DenseOptions],
+    *, return_lse: bool, return_aux: None = None, **options: Unpack[DenseOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False,
+    *, return_aux: AuxRequest, return_lse: Literal[False] = False, **options: Unpack[DenseOptions],
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 def attention(
     query: Tensor,
     key: Tensor,
@@ -85,8 +93,9 @@ def attention(
     v_scale: Tensor | None = None,
     mask_blocks: Tensor | None = None,
     enable_gqa: bool = False,
+    return_aux: AuxRequest | None = None,
     **unknown: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     r"""Fused attention: ``softmax(scale * query @ key.T + ...) @ value``, the scores never stored.
 
     The first six arguments are those of ``F.scaled_dot_product_attention``, in its order. Each key
@@ -143,13 +152,17 @@ def attention(
             it changes nothing; no result depends on it. Make it once and pass it to all layers
             that share the mask; make it again after the mask was written to.
         enable_gqa: as SDPA has it, and without effect: heads may always form groups.
+        return_aux: torch's ``AuxRequest``: return ``AuxOutput`` with ``lse`` and ``max_scores``:
+            the largest score of each query, after all that changes and masks scores, in shape and
+            dtype of lse, -inf for queries without keys, without a gradient. ``max_scores`` are not
+            returned with ``dropout_p`` or ``q_scale``, and such calls do not use ``mask_blocks``.
         **unknown: refused; the message has the name here of arguments of other libraries.
 
     Returns:
         ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory, so
         that ``out.transpose(1, 2).flatten(2)`` copies nothing; with ``return_lse`` ``(out, lse)``,
         ``lse`` ``(B, Hq, Sq)`` natural, float32 (float64 for float64). Gradients flow through
-        both.
+        both. With ``return_aux`` ``(out, AuxOutput)``.
 
     Raises:
         ValueError: shapes, devices or values that do not fit each other.
@@ -167,6 +180,15 @@ def attention(
     """
     if unknown:
         refuse_unknown(attention, unknown)
+    if return_aux is not None:
+        options = {
+            "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+            "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
+            "kv_lens": kv_lens, "key_ranges": key_ranges, "deterministic": deterministic,
+            "backend": backend, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
+            "mask_blocks": mask_blocks, "enable_gqa": enable_gqa,
+        }  # fmt: skip
+        return with_aux(attention, (query, key, value), options, return_lse, return_aux)
     if type(return_lse) is not bool:
         need_bool("return_lse", return_lse)
     if enable_gqa is not False:

@@ -14,6 +14,7 @@ from fa_ops.call.call import (
     CACHED,
     DENSE,
     PACKED,
+    PROGRAMMED_MAX,
     QUANTIZED,
     QUANTIZED_PACKED,
     SELECTED,
@@ -22,7 +23,7 @@ from fa_ops.call.call import (
 )
 from fa_ops.call.options import Operands, Options
 from fa_ops.call.python_types import checked_call, read_scale, refuse_unknown, sides
-from fa_ops.functions import attention, flex, kv_cache, quantized, selected, varlen
+from fa_ops.functions import attention, flex, kv_cache, largest_scores, quantized, selected, varlen
 from fa_ops.functions import varlen_quantized as packed_quantized
 from fa_ops.functions.varlen import PagedCall
 from fa_ops.ops import library
@@ -245,6 +246,9 @@ def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any
     elif options.keys() & _OF_CACHE:
         function, signature = kv_cache.attention_with_kv_cache, CACHED
     given = _bound(function, query, key, value, options)
+    if getattr(given.pop("return_aux", None), "max_scores", False):
+        call = largest_scores.described(query, key, value, given)
+        return checked_call(PROGRAMMED_MAX, query, key, value, *call)
     seed, scalars = None, _scalars(signature, given)
     if given.get("dropout_p", 0.0) != 0.0 and isinstance(query, Tensor):
         seed = torch.zeros(1, dtype=torch.int64, device=query.device)  # draws no number

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa_ops import tracing
 from fa_ops.call import checks
-from fa_ops.call.call import PROGRAMMED, PROGRAMMED_MAX, Call
+from fa_ops.call.call import PROGRAMMED, Call
 from fa_ops.call.options import NO_OPERANDS, Operands
 from fa_ops.call.python_types import (
     MaskMod,
@@ -27,6 +27,7 @@ from fa_ops.call.python_types import (
 )
 from fa_ops.functions import tile_cache
 from fa_ops.functions.attention import DENSE_FUNCTION
+from fa_ops.functions.largest_scores import PROGRAMMED_MAX_FUNCTION, need_request
 from fa_ops.functions.tile_cache import MaskedCall, TensorStates
 from fa_ops.ops import autocast, programmed
 from fa_ops.ops.eager import PublicFunction, run
@@ -46,10 +47,6 @@ if TYPE_CHECKING:
 PROGRAMMED_FUNCTION = PublicFunction(
     PROGRAMMED, lambda call, with_lse: programmed.OPERATORS.forward, autocast.cast_attention,
     programmed.OPERATORS,
-)  # fmt: skip
-PROGRAMMED_MAX_FUNCTION = PublicFunction(
-    PROGRAMMED_MAX, lambda call, with_lse: programmed.MAX_OPERATORS.forward,
-    autocast.cast_attention, programmed.MAX_OPERATORS,
 )  # fmt: skip
 
 
@@ -168,8 +165,8 @@ def flex_attention(
     for name, flag in (("enable_gqa", enable_gqa), ("return_lse", return_lse)):
         if type(flag) is not bool:
             need_bool(name, flag)
-    if return_lse and return_aux is not None:
-        raise ValueError("return_lse and return_aux both ask for lse: pass return_aux alone")
+    if return_aux is not None:
+        need_request(return_aux, return_lse)
     if kernel_options and not tracing.is_traced_by_dynamo():
         _warn_once("kernel_options", "kernel_options are of torch's kernels, and do not apply here")
     given = Arguments(
@@ -178,14 +175,8 @@ def flex_attention(
     )  # fmt: skip
     if return_aux is None:
         return attend(given, return_lse)
-    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+    from torch.nn.attention.flex_attention import AuxOutput
 
-    if not isinstance(return_aux, AuxRequest):
-        raise TypeError(
-            f"return_aux must be an AuxRequest, got {type(return_aux).__name__}: pass "
-            "torch.nn.attention.flex_attention.AuxRequest(lse=True, max_scores=True), or what of "
-            "both is wanted"
-        )
     if not return_aux.max_scores:
         return _with_aux(AuxOutput, attend(given, return_aux.lse), return_aux.lse)
     out, lse, largest = attend(given, True, True)

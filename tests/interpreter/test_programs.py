@@ -126,6 +126,23 @@ def test_largest_scores(names):
     torch.testing.assert_close(*lses, atol=1e-5, rtol=1e-5)
 
 
+def test_largest_scores_of_dense_calls():
+    """With a soft cap, slopes and a bias, and lengths."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 70, 16) for h in (4, 2, 2))
+    options = {
+        "attn_mask": torch.randn(70, 70), "is_causal": True, "softcap": 2.0,
+        "alibi_slopes": torch.rand(4), "kv_lens": torch.tensor([0, 65], dtype=torch.int32),
+    }  # fmt: skip
+    found = [
+        fa_ops.attention(
+            q, k, v, **options, backend=backend, return_aux=AuxRequest(lse=True, max_scores=True)
+        )
+        for backend in ("triton", "reference")
+    ]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
 def test_nan_in_a_masked_key_changes_nothing():
     score_mod = lambda s, b, h, i, j: torch.tanh(s)  # noqa: E731
     mask_mod = lambda b, h, i, j: (j < 40) | (i % 2 == 0)  # noqa: E731
