@@ -313,16 +313,17 @@ def _forward_rows(
         slab.unfold(m).copy_(sinks.clamp(lowest, -lowest))
         slab.unfold(total).copy_(sinks > float("-inf"))
     acc = q.new_zeros(*q.shape[:2], v.shape[2])
-    if highest is not None:
-        highest.fill_(float("-inf"))
+    of_tiles = highest if sinks is not None else None  # else the running maximum has no others
+    if of_tiles is not None:
+        of_tiles.fill_(float("-inf"))
     touched = None if bad is None else torch.zeros_like(acc)
     for tile in scores.tiles(rows):
         s, _ = scores.of(q, tile)
         if touched is not None:
             touched += (s > float("-inf")).to(s.dtype) @ bad[:, tile.cols]
         of_tile = s.amax(-1, keepdim=True)
-        if highest is not None:
-            torch.maximum(highest, slab.unfold(of_tile).squeeze(-1), out=highest)
+        if of_tiles is not None:
+            torch.maximum(of_tiles, slab.unfold(of_tile).squeeze(-1), out=of_tiles)
         top = torch.maximum(m, of_tile)
         p = exp_(s.sub_(top))
         shrink = exp_(m.sub_(top))
@@ -331,6 +332,8 @@ def _forward_rows(
         if scores.options.dropout_p > 0:
             p.mul_(scores.survivors(tile))
         acc.mul_(shrink).baddbmm_(p, v[:, tile.cols])
+    if highest is not None and of_tiles is None:  # a row with a key has a weight
+        highest.copy_(slab.unfold(m.masked_fill(total == 0, float("-inf"))).squeeze(-1))
     lse = m + total.log()
     if sinks is not None:  # which may be +inf
         heads = slab.unfold(lse)
