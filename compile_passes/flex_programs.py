@@ -27,8 +27,6 @@ from fa_ops.functions.flex_graphs import Settings
 from fa_ops.functions.flex_graphs import flex_attention as of_graphs
 
 AS_FAST, WIDE = "torch computes it as fast", "the GPU kernels are made for 16 bits"
-# CPU, 8 heads, 1024 queries and keys, one core, float32 and bfloat16: FlexAttention takes 135 and
-# 197 ms with a table of distances, 33 and 38 with causal documents; programs 199 and 200, 46 and 33
 _OPTIONS = "its functions are options of the operator"
 _PROGRAM = "its functions run in the kernel, which stores no scores"
 _MAX_HEAD_DIM = 256

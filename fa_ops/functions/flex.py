@@ -167,6 +167,11 @@ def flex_attention(
             need_bool(name, flag)
     if return_aux is not None:
         need_request(return_aux, return_lse)
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise TypeError(
+            f"kernel_options must be a dict or None, got {type(kernel_options).__name__}: it holds "
+            "options of torch's kernels by name, and may be left out"
+        )
     if kernel_options and not tracing.is_traced_by_dynamo():
         _warn_once("kernel_options", "kernel_options are of torch's kernels, and do not apply here")
     given = Arguments(

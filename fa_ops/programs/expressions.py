@@ -7,7 +7,7 @@ expression is a graph without repetition, and `is` compares.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,11 +43,17 @@ class Node:
         return shown(self)
 
 
-def shown(node: Node, names: Callable[[Node], str | None] = lambda node: None) -> str:
-    """The expression as nested calls; `names` may name nodes."""
+def shown(
+    node: Node, names: Callable[[Node], str | None] = lambda node: None,
+    tensors: Mapping[int, str] = {},
+) -> str:  # fmt: skip
+    """The expression as nested calls; `names` may name nodes, `tensors` those that loads read."""
     texts: dict[Node, str] = {}
     for n in order(node):
         name = names(n)
+        if name is None and n.op == "load" and n.value in tensors:
+            index = ", ".join(texts[a] for a in n.args)
+            name = f"{tensors[n.value]}[{index}]" if n.args else tensors[n.value]
         if name is None and n.op in ("const", "argument"):
             name = literal(n.value) if n.op == "const" else n.value
         if name is None:
@@ -103,6 +109,11 @@ class Expressions:
 
     def __init__(self) -> None:
         self._nodes: dict[tuple, Node] = {}
+        self.tensor_names: dict[int, str] = {}  # of captured tensors, where they are known
+
+    def shown(self, node: Node, names: Callable[[Node], str | None] = lambda node: None) -> str:
+        """The expression as nested calls, captured tensors by their names."""
+        return shown(node, names, self.tensor_names)
 
     def _node(self, op: str, args: tuple, type: str, value: object = None) -> Node:
         key = op, args, type, repr(value) if isinstance(value, float) else value

@@ -94,6 +94,43 @@ def identity_of(function: Callable) -> Identity:
         _names_of_roots[root] = names
 
 
+def names_of_tensors(function: Callable) -> dict[int, str]:
+    """How code of a function, or of those that it calls, names tensors, by their identity.
+
+    Those in containers and behind other objects are left out.
+    """
+    found: dict[int, str] = {}
+    seen: set[Callable] = set()
+    rest = [function]
+    while rest:
+        f = rest.pop()
+        own = getattr(f, "__func__", getattr(f, "func", f))  # of a method, or a partial
+        if not isinstance(own, types.FunctionType):
+            own = getattr(type(own), "forward", getattr(type(own), "__call__", None))  # noqa: B004
+        if not isinstance(own, types.FunctionType) or own in seen or _is_library(own):
+            continue
+        seen.add(own)
+        code, named = own.__code__, {n: own.__globals__.get(n) for n in own.__code__.co_names}
+        for name, cell in zip(code.co_freevars, own.__closure__ or (), strict=True):
+            with suppress(ValueError):  # not assigned yet
+                named[name] = cell.cell_contents
+        if own is not f and code.co_varnames:
+            named[code.co_varnames[0]] = getattr(f, "__self__", f)
+        for name, x in named.items():
+            if isinstance(x, Tensor):
+                found.setdefault(id(x), name)
+            elif isinstance(x, types.FunctionType):
+                rest.append(x)
+            elif x is not None:
+                parts = dict(getattr(x, "__dict__", {}))
+                if isinstance(x, torch.nn.Module):
+                    parts |= x._parameters | x._buffers
+                for part in code.co_names:
+                    if isinstance(parts.get(part), Tensor):
+                        found.setdefault(id(parts[part]), f"{name}.{part}")
+    return found
+
+
 class _Walk:
     """One walk through all that a function reaches."""
 

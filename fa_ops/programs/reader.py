@@ -31,6 +31,7 @@ from fa_ops.programs.expressions import (
     Expressions,
     Node,
 )
+from fa_ops.programs.identity import names_of_tensors
 
 TYPES = {torch.bool: BOOL} | dict.fromkeys(
     (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), INT
@@ -743,6 +744,8 @@ def read(
             kind = type(result).__name__
             session.refuse(f"must return a tensor of one number, got a {kind}", TypeError)
         result = session.stand_in(result)
+    known = names_of_tensors(function) | {id(t): f"buffers[{i}]" for i, t in enumerate(buffers)}
+    e.tensor_names |= {i: known[id(t)] for i, t in enumerate(tensors) if id(t) in known}
     for i, x in enumerate(tensors):
         if isinstance(x, SymInt | SymFloat):
             tensors[i] = torch.scalar_tensor(x, dtype=_dtype_of(x), device=device)

@@ -40,7 +40,6 @@ from fa_ops.programs.expressions import (
     linear_forms,
     literal,
     order,
-    shown,
 )
 from fa_ops.programs.program import BLOCKS, ScoreProgram, Term, padded
 
@@ -80,7 +79,7 @@ class Split(NamedTuple):
     def lines(self) -> list[str]:
         """What `explain` says of it."""
         left, right = self.window
-        found = []
+        found, shown = [], self.expressions.shown
         if self.window != (None, None):
             sides = ["all" if side is None else side for side in (left, right)]
             found.append("window: {} keys to the left, {} to the right of a query".format(*sides))
@@ -367,7 +366,7 @@ def _without_bias(
     if of_score is None or dense.reads(of_score):
         load = next(n for n in order(score) if n in dense.loads)
         raise NotImplementedError(
-            f"{name} reads a tensor by query and key, {shown(load)}, inside a function of the "
+            f"{name} reads a tensor by query and key, {e.shown(load)}, inside a function of the "
             "score: kernels have such tensors only where they are added, or are conditions"
         )
     return _combined(e, "add", [of_score, *rest]), bias
@@ -517,8 +516,9 @@ class Prologue:
             # traced, an index without dimensions beside others would get their dimensions twice
             return torch.ops.aten.index(t, list(torch.broadcast_tensors(*index)))
         except IndexError as error:
+            name = self.split.expressions.shown(node)
             raise IndexError(
-                f"{self.split.name} reads {shown(node)}, a tensor of shape {tuple(t.shape)}, out "
+                f"{self.split.name} reads {name}, a tensor of shape {tuple(t.shape)}, out "
                 f"of its bounds: {error}; every index is evaluated, also where keys are masked out"
             ) from None
 

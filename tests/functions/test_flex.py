@@ -732,6 +732,8 @@ def test_errors():
     with pytest.raises(ValueError, match="both ask for lse"):
         aux = torch_flex.AuxRequest(lse=True)
         fa_ops.flex_attention(q, k, v, return_lse=True, return_aux=aux)
+    with pytest.raises(TypeError, match="kernel_options must be a dict or None, got list"):
+        fa_ops.flex_attention(q, k, v, kernel_options=[1])
     with pytest.raises(TypeError, match="return_aux must be an AuxRequest, got bool"):
         fa_ops.flex_attention(q, k, v, return_aux=True)
     line = r" '.*' \(test_flex.py, line \d+\) "
@@ -740,7 +742,7 @@ def test_errors():
     with pytest.raises(TypeError, match=f"^mask_mod{line}must take .b, h, q_idx, kv_idx, .buffers"):
         fa_ops.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: i >= j, buffers=(q[0, 0, 0],))
     short, pairs = torch.zeros(3), torch.zeros(f.S, f.S)
-    with pytest.raises(IndexError, match=f"^score_mod{line}reads load0.k., a tensor of shape .3,"):
+    with pytest.raises(IndexError, match=f"^score_mod{line}reads short.k., a tensor of shape .3,"):
         fa_ops.flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s) + short[j])
     with pytest.raises(
         NotImplementedError, match=f"^score_mod{line}reads a tensor by query and key"
@@ -779,7 +781,8 @@ def test_what_is_explained():
     told = str(fa_ops.explain(q, k, v, score_mod=f.SCORES["gates"], mask_mod=f.MASKS["dilated"]))
     for line in (
         "backend: cpu", "window: 49 keys to the left, 0 to the right of a query",
-        "term t0, float column bh grad: load", "mask in the kernel: eq(mod(sub(q, k), 3), 0)",
+        "term t0, float column bh grad: GATE[b, h, k]",
+        "mask in the kernel: eq(mod(sub(q, k), 3), 0)",
         "score in the kernel: sub(add(score, t1), t0)",
         "tiles of the mask: 0 empty, 0 full, 1 mixed", "hopper: ",
     ):  # fmt: skip
