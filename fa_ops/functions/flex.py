@@ -581,7 +581,7 @@ def _split_of(
     states = None if table is None else (table.block, tuple(table.states.shape))
     key = (
         given.score_mod is None, given.mask_mod is None, *keys, described_buffers, grads, equal,
-        states, given.query.device, given.dtype,
+        states, given.query.device, given.dtype, torch.is_grad_enabled(),
     )  # fmt: skip
     is_keyed = None not in keys and not _has_symbols(given, captured)
     known = _splits.get(key) if is_keyed else None

@@ -455,3 +455,33 @@ def _partials(e: Expressions, n: Node) -> tuple[Node | None, ...]:
             square = e.make("exp", e.make("neg", times(a[0], a[0])))
             return (times(number(2.0 / math.sqrt(math.pi)), square),)
     return (None,) * len(a)  # steps, casts, and elements of tensors
+
+
+def angle_of(e: Expressions, y: Node, x: Node) -> Node:
+    """atan2(y, x): of the lesser over the larger coordinate, halved twice, by its series.
+
+    The angle is below pi / 16 then, and what the 12 terms leave out is below 1e-17.
+    """
+
+    def number(value: float) -> Node:
+        return e.constant(value, FLOAT)
+
+    zero, one = number(0.0), number(1.0)
+    is_steep = e.make("lt", e.make("abs", x), e.make("abs", y))
+    above, below = e.make("where", is_steep, x, y), e.make("where", is_steep, y, x)
+    below = e.make("where", e.make("eq", below, zero), one, below)  # of no coordinate
+    slope = e.make("div", above, below)
+    for _ in range(2):
+        root = e.make("sqrt", e.make("add", one, e.make("mul", slope, slope)))
+        slope = e.make("div", slope, e.make("add", one, root))
+    square, series = e.make("mul", slope, slope), number(1.0 / 23)
+    for n in range(10, -1, -1):
+        rest = e.make("mul", square, series)
+        series = e.make("sub", number(1.0 / (2 * n + 1)), rest)
+    angle = e.make("mul", e.make("mul", number(4.0), slope), series)
+    sign = e.make("where", e.make("lt", y, zero), number(-1.0), one)
+    quarter = e.make("mul", sign, number(math.pi / 2))
+    half = e.make("where", e.make("lt", x, zero), e.make("mul", sign, number(math.pi)), zero)
+    return e.make(
+        "where", is_steep, e.make("sub", quarter, angle), e.make("add", half, angle)
+    )  # fmt: skip

@@ -30,6 +30,7 @@ from fa_ops.programs.expressions import (
     INT,
     Expressions,
     Node,
+    angle_of,
 )
 from fa_ops.programs.identity import names_of_tensors
 
@@ -111,10 +112,27 @@ class _Session(TorchFunctionMode):
         self.made: dict[int, Tensor] = {}  # by identity, kept alive
         self.where = ""  # of the function, once it has returned
         self.decomposed = ""  # the operation whose parts are computed
+        self.has_gradients = torch.is_grad_enabled()
 
     def refuse(self, reason: str, error: type = NotImplementedError) -> NoReturn:
         """Raise with the function's name, file and line."""
         raise error(f"{self.name}{self.where or _line_of_user()} {reason}") from None
+
+    def _is_without_gradient(self) -> bool:
+        """Whether the function has gradients switched off here, as `torch.no_grad` does.
+
+        So does an autograd.Function, whose own backward pass a program does not have.
+        """
+        if not self.has_gradients or torch.is_grad_enabled():
+            return False
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not read.__code__:
+            code = frame.f_code
+            if code.co_name == "apply" and code.co_filename == torch.autograd.function.__file__:
+                self.refuse("calls an autograd.Function, whose backward pass programs do not have: "
+                            "use operations of torch, and detach()")  # fmt: skip
+            frame = frame.f_back
+        return True
 
     # Between the function and torch: indexing, and tensors that are not stand-ins.
 
@@ -217,7 +235,10 @@ class _Session(TorchFunctionMode):
             self.refuse(
                 f"has {len(found)} indices for a tensor of shape {tuple(x.shape)}", IndexError
             )
-        return self._part(part._replace(index=part.index + tuple(found)))
+        part = part._replace(index=part.index + tuple(found))
+        if self._is_without_gradient():
+            part = part._replace(is_detached=True)
+        return self._part(part)
 
     # Operations of ATen on stand-ins.
 
@@ -254,6 +275,8 @@ class _Session(TorchFunctionMode):
         if first is not meta:
             self.refuse(f"calls {name.strip('_')}, whose result is no number")
         node = self._lowered(base, contents, meta.dtype, given)
+        if node.type == FLOAT and self._is_without_gradient():
+            node = self.e.make("detach", node)
         if writes:
             target = args[0]
             if target.content.op in ("load", "argument") and id(target) not in self.made:
@@ -573,36 +596,6 @@ def _composed(c: _AtenCall) -> Node:
     raise ValueError(c.name)
 
 
-def _angle(e: Expressions, y: Node, x: Node) -> Node:
-    """atan2(y, x): of the lesser over the larger coordinate, halved twice, by its series.
-
-    The angle is below pi / 16 then, and what the 12 terms leave out is below 1e-17.
-    """
-
-    def number(value: float) -> Node:
-        return e.constant(value, FLOAT)
-
-    zero, one = number(0.0), number(1.0)
-    is_steep = e.make("lt", e.make("abs", x), e.make("abs", y))
-    above, below = e.make("where", is_steep, x, y), e.make("where", is_steep, y, x)
-    below = e.make("where", e.make("eq", below, zero), one, below)  # of no coordinate
-    slope = e.make("div", above, below)
-    for _ in range(2):
-        root = e.make("sqrt", e.make("add", one, e.make("mul", slope, slope)))
-        slope = e.make("div", slope, e.make("add", one, root))
-    square, series = e.make("mul", slope, slope), number(1.0 / 23)
-    for n in range(10, -1, -1):
-        rest = e.make("mul", square, series)
-        series = e.make("sub", number(1.0 / (2 * n + 1)), rest)
-    angle = e.make("mul", e.make("mul", number(4.0), slope), series)
-    sign = e.make("where", e.make("lt", y, zero), number(-1.0), one)
-    quarter = e.make("mul", sign, number(math.pi / 2))
-    half = e.make("where", e.make("lt", x, zero), e.make("mul", sign, number(math.pi)), zero)
-    return e.make(
-        "where", is_steep, e.make("sub", quarter, angle), e.make("add", half, angle)
-    )  # fmt: skip
-
-
 def _inverse(c: _AtenCall) -> Node:
     """Inverses of the circular and hyperbolic functions."""
     e, x = c.e, c.node("self", FLOAT)
@@ -610,13 +603,13 @@ def _inverse(c: _AtenCall) -> Node:
     more, less = e.make("add", one, x), e.make("sub", one, x)
     match c.name:
         case "atan":
-            return _angle(e, x, one)
+            return angle_of(e, x, one)
         case "atan2":
-            return _angle(e, x, c.node("other", FLOAT))
+            return angle_of(e, x, c.node("other", FLOAT))
         case "asin":
-            return _angle(e, x, e.make("sqrt", e.make("mul", more, less)))
+            return angle_of(e, x, e.make("sqrt", e.make("mul", more, less)))
         case "acos":
-            return _angle(e, e.make("sqrt", e.make("mul", more, less)), x)
+            return angle_of(e, e.make("sqrt", e.make("mul", more, less)), x)
         case "atanh":
             difference = e.make("sub", e.make("log1p", x), e.make("log1p", e.make("neg", x)))
             return e.make("mul", half, difference)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
+import fa_ops
 from fa_ops.programs.evaluation import Elements
 from fa_ops.programs.expressions import (
     FLOAT,
@@ -25,6 +26,7 @@ from fa_ops.programs.identity import identity_of
 from fa_ops.programs.program import ScoreProgram, parse
 from fa_ops.programs.reader import read
 from fa_ops.programs.splitting import Prologue, split
+from tests.functions.test_flex import dense, tensors
 from tests.programs import functions as f
 
 SIZES = (f.B, f.H, f.S, f.S)
@@ -445,3 +447,37 @@ def test_a_line_inside_a_helper_is_named():
     line = helper.__code__.co_firstlineno + 1
     with pytest.raises(NotImplementedError, match=f"test_programs.py, line {line}"):
         split_of(lambda s, b, h, i, j: helper(s), score=True)
+
+
+def test_parts_without_gradients():
+    """By no_grad inside a function; an autograd.Function, which has its own, is refused."""
+    q, k, v = tensors(torch.float64)
+    w = torch.randn(f.S, dtype=torch.float64, requires_grad=True)
+
+    def score_mod(s, b, h, i, j):
+        with torch.no_grad():
+            gate, number = torch.sigmoid(s), w[j]
+        return s * gate + number * w[i]
+
+    found = fa_ops.flex_attention(q, k, v, score_mod)
+    expected = dense(q, k, v, score_mod)
+    grad = torch.randn_like(found)
+    grads = (torch.autograd.grad(x, (q, k, v, w), grad) for x in (found, expected))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.round(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    straight = lambda s, b, h, i, j: Straight.apply(s)  # noqa: E731
+    with torch.no_grad():
+        out = fa_ops.flex_attention(q, k, v, straight)
+        torch.testing.assert_close(out, dense(q, k, v, straight), atol=1e-6, rtol=1e-5)
+    with pytest.raises(NotImplementedError, match="calls an autograd.Function, whose backward"):
+        fa_ops.flex_attention(q, k, v, straight)
