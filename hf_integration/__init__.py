@@ -11,14 +11,14 @@ Without the import, transformers raises a ValueError for an unknown implementati
 
 from __future__ import annotations
 
-from hf_integration.requirements import failed_import
+from hf_integration.hooks import failed_import
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
     raise failed_import("hf_integration", "transformers", "5.17", error) from error
 
-from hf_integration import decoding, flash_name, hooks, operators, unsupported_models
+from hf_integration import attention, decoding, hooks, operators, unsupported_models
 from hf_integration.attention import fa_ops_8bit_attention_forward, fa_ops_attention_forward
 from hf_integration.distribution import context_parallel
 from hf_integration.encodings import counts as mask_counts
@@ -66,9 +66,9 @@ def register(as_flash_attention_2: bool = False) -> None:
     AttentionInterface.register(EIGHT_BIT, fa_ops_8bit_attention_forward)
     AttentionMaskInterface.register(EIGHT_BIT, fa_ops_mask)
     if as_flash_attention_2:
-        flash_name.take()
+        attention.take_flash_name()
     else:
-        flash_name.give_back()
+        attention.give_back_flash_name()
 
 
 register()

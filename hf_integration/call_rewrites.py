@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from fa_ops.call.options import MAX_HEAD_DIM, MAX_SELECTED_GRADIENT_DIM
 from hf_integration import encodings, key_ranges
-from hf_integration.encodings import MaskArguments, PackingHint
-from hf_integration.host_reads import PerTensorCache, is_readable
+from hf_integration.encodings import MaskArguments, PackingHint, PerTensorCache, is_readable
 from hf_integration.operators import Documents, LayerCall, any_requires_grad, head_dim, is_step
 
 Rewrite = Callable[[nn.Module, LayerCall], LayerCall]

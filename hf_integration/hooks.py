@@ -1,5 +1,6 @@
-"""Enable features that transformers reserves for implementations whose name contains "flash".
+"""The names of fa_ops, hooks into transformers, and errors of packages that cannot be imported.
 
+Hooks enable features that transformers reserves for implementations whose name contains "flash".
 There are two: vision and audio towers describe packed images by cu_seq_lens instead of looping over
 them, and continuous batching accepts the implementation. Each hook first checks that this
 transformers release has the code to be patched. If not, the feature stays off, and `states` holds
@@ -11,8 +12,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from types import ModuleType
 
 NAME = "fa_ops"
@@ -112,3 +115,21 @@ def _with_cache(imports: Callable, name: str) -> Callable:
 
     wrapper._fa_ops = True
     return wrapper
+
+
+# Errors of the packages that this one needs.
+
+
+def failed_import(user: str, package: str, oldest: str, error: BaseException) -> ImportError:
+    """The error for a package whose import failed: it is too old, or what the cause says."""
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        found = "none"
+    least = [int(n) for n in oldest.split(".")]
+    if [int(n) for n in re.findall(r"\d+", found)[: len(least)]] < least:
+        remedy = f"pip install '{package}>={oldest}'"
+        return ImportError(f"{user} needs {package} {oldest} or later, found {found}: {remedy}")
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return ImportError(f"{package} {found} cannot be imported: {error}")

@@ -10,8 +10,7 @@ from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_ma
 
 from fa_ops.tracing import is_compiling
 from hf_integration import decoding, distribution, encodings, key_ranges, unsupported_models
-from hf_integration.encodings import CompactMask, PackingHint, counts
-from hf_integration.host_reads import is_readable, reads_are_free
+from hf_integration.encodings import CompactMask, PackingHint, counts, is_readable, reads_are_free
 from hf_integration.key_ranges import KeyRange
 
 

@@ -20,8 +20,7 @@ from fa_ops.call.options import (
 from fa_ops.plans import dispatch
 from fa_ops.tracing import is_compiling
 from hf_integration import encodings
-from hf_integration.encodings import MaskArguments, PackingHint
-from hf_integration.host_reads import PerTensorCache
+from hf_integration.encodings import MaskArguments, PackingHint, PerTensorCache
 
 _logger = logging.get_logger(__name__)
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from hf_integration.hooks import EIGHT_BIT, NAME
-from hf_integration.requirements import failed_import
+from hf_integration.hooks import EIGHT_BIT, NAME, failed_import
 
 try:
     from diffusers.utils import constants

@@ -26,9 +26,9 @@ from transformers.utils import logging
 import fa_ops
 from fa_ops.call.options import MAX_HEAD_DIM, dtype_name
 from fa_ops.tracing import is_compiling
+from hf_integration.encodings import is_readable, reads_are_free
 from hf_integration.explanations import Explanation, Layers, backend_of, example, modules_of
 from hf_integration.hooks import EIGHT_BIT, NAME
-from hf_integration.host_reads import is_readable, reads_are_free
 
 if TYPE_CHECKING:
     from diffusers import ContextParallelConfig, ParallelConfig

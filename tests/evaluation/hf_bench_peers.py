@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 from transformers.utils import is_flash_attn_3_available
 
-from hf_integration.host_reads import PerTensorCache
+from hf_integration.encodings import PerTensorCache
 
 FA3_FORWARD = "fa3_fwd"
 _MODULE = "fa3_fwd_interface"

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, 
 
 import fa_ops
 import hf_integration
-from hf_integration import flash_name, hooks
+from hf_integration import attention, hooks
 
 NAME = "flash_attention_2"
 
@@ -42,7 +42,7 @@ def test_it_is_undone():
     before = state()
     hf_integration.register(as_flash_attention_2=True)
     hf_integration.register(as_flash_attention_2=True)
-    assert AttentionInterface()[NAME] is flash_name.attention_forward
+    assert AttentionInterface()[NAME] is attention.flash_attention_forward
     assert AttentionMaskInterface()[NAME] is hf_integration.fa_ops_mask
     hf_integration.register()
     hf_integration.register()
@@ -153,9 +153,9 @@ def test_masks_mean_what_they_mean_to_flash_attention(Sq, padded, is_causal, win
     layer, mask = Layer(is_causal), PADDING if padded else None
     if window and not is_causal:
         with pytest.raises(NotImplementedError, match="sliding_window needs causality.*got 3"):
-            flash_name.attention_forward(layer, q, k, v, mask, sliding_window=window)
+            attention.flash_attention_forward(layer, q, k, v, mask, sliding_window=window)
         return
-    out, _ = flash_name.attention_forward(layer, q, k, v, mask, sliding_window=window)
+    out, _ = attention.flash_attention_forward(layer, q, k, v, mask, sliding_window=window)
     i, j = torch.arange(Sq)[:, None] + 9 - Sq, torch.arange(9)
     keep = (j <= i) if is_causal else torch.ones(Sq, 9, dtype=torch.bool)
     if window:

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import BeitConfig, BeitModel, InformerConfig, InformerModel
 
-from hf_integration import mask_analysis, unsupported_models
+from hf_integration import unsupported_models
 
 MODELS = Path(transformers.__file__).parent / "models"
 # Models that call the attention interface, and add their mask to scores in other code.
@@ -17,7 +17,7 @@ ADDING = {"beit", "bigbird_pegasus", "informer", "pp_doclayout_v2", "qwen4_exp"}
 
 def found(source: str) -> set[tuple[str, str]]:
     head = "from ...masking_utils import create_causal_mask\n"
-    return {(use.kind, use.detail) for use in mask_analysis.uses(head + source)}
+    return {(use.kind, use.detail) for use in unsupported_models.uses(head + source)}
 
 
 CODE = {
@@ -130,7 +130,7 @@ def all_models() -> dict[str, tuple[bool, set[str]]]:
     result = {}
     for file in sorted(MODELS.glob("*/modeling_*.py")):
         source = file.read_text()
-        kinds = {use.kind for use in mask_analysis.uses(source)}
+        kinds = {use.kind for use in unsupported_models.uses(source)}
         routed, known = result.get(file.parent.name, (False, set()))
         routed = routed or "ALL_ATTENTION_FUNCTIONS" in source
         result[file.parent.name] = (routed, known | kinds)

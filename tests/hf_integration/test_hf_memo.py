@@ -3,8 +3,8 @@
 import torch
 from tiny_models import build, padding, tokens
 
-from hf_integration import host_reads
-from hf_integration.host_reads import PerTensorCache
+from hf_integration import encodings
+from hf_integration.encodings import PerTensorCache
 
 FIRST, SECOND = torch.nn.Module(), torch.nn.Module()
 
@@ -41,11 +41,11 @@ def test_values_of_inference_tensors_are_computed_once_in_a_forward_pass():
 
 def test_a_captured_graph_computes_its_own_value_once(monkeypatch):
     made, capturing, x = [], [False], torch.zeros(1)
-    version = host_reads._version
+    version = encodings._version
     monkeypatch.setattr(
-        host_reads, "_version", lambda t: "capturing" if capturing[0] else version(t)
+        encodings, "_version", lambda t: "capturing" if capturing[0] else version(t)
     )
-    known = host_reads.PerTensorCache()
+    known = encodings.PerTensorCache()
     for capturing[0] in (False, True, True, False):
         for layer in (FIRST, SECOND):
             known.get(x, layer, lambda: made.append(capturing[0]))
