@@ -21,7 +21,7 @@ TIMER = "compile_passes.fuse"  # in torch._dynamo.utils.compilation_time_metrics
 
 # The cache key covers what decides a rewrite: these sources, those of fa_ops by which functions
 # become programs, and the operators' schemas.
-HASHED_SOURCES = ("ir", "rewrites", "match", "masks", "emit", "fuse.py", "flex_programs.py")
+HASHED_SOURCES = ("ir", "rewrites", "match", "masks", "emit", "fuse.py")
 _READERS = ("programs", "functions/flex.py", "functions/flex_graphs.py")
 _OPERATORS = (
     torch.ops.fa.attention.default,

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import sympy
 import torch
 
-from compile_passes.ir import layout
 from compile_passes.ir.axes import Axis, Dims, Group, resolve_dims
 from compile_passes.ir.constants import constant_value, is_bounded
-from compile_passes.ir.graph import Value, is_tensor, requires_grad
+from compile_passes.ir.graph import Value, is_tensor, only_inserts_dims, requires_grad
 from compile_passes.masks.affine import (
     AbsoluteValue,
     Affine,
@@ -158,7 +157,7 @@ class _Factors:
                 return [-1.0, *self.argument(x, "input", at)]
             if x.op == "mul":
                 return [*self.argument(x, "input", at), *self.argument(x, "other", at)]
-            views = x.op in _VIEWS and (x.op != "getitem" or layout.only_inserts_dims(x))
+            views = x.op in _VIEWS and (x.op != "getitem" or only_inserts_dims(x))
             found = RULES[x.op](self, x, at) if views else None
             if x.op == "cast" and x.dtype.is_floating_point:
                 found = self.argument(x, "input", at)

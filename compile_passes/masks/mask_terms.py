@@ -13,10 +13,9 @@ from typing import NamedTuple
 import sympy
 import torch
 
-from compile_passes.ir import layout
 from compile_passes.ir.axes import Axis, Dims, broadcast_dims, is_nonnegative, resolve_dims
 from compile_passes.ir.constants import constant_value, is_zero_or_one, number_beside_zeros
-from compile_passes.ir.graph import Value, is_tensor, same_contents
+from compile_passes.ir.graph import Value, input_dims, is_tensor, same_contents, source, undo_layout
 from compile_passes.ir.vocabulary import LAYOUT
 from compile_passes.masks.affine import (
     Affine,
@@ -327,7 +326,7 @@ def _summands(term: Term, site: AttentionSite) -> list[Term]:
         return [term]
     if x.grad != site.core.out.grad or any(p.dtype != x.dtype for p in parts):
         return [term]
-    bases = [layout.undo_layout(p, broadcast_dims(p.shape, dims), p.dtype, x) for p in parts]
+    bases = [undo_layout(p, broadcast_dims(p.shape, dims), p.dtype, x) for p in parts]
     biases = [dataclasses.replace(term, leaf=Leaf(*base)) for base in bases]
     return [part for bias in biases for part in _summands(bias, site)]
 
@@ -336,10 +335,10 @@ def _behind_views(leaf: Leaf, site: AttentionSite) -> tuple[object, Dims]:
     """A bias and its dims before views, as far as these are under the attention's gradient mode."""
     x, dims = leaf.value, leaf.dims
     while isinstance(x, Value) and x.grad == site.core.out.grad:
-        step = layout.input_dims(x, resolve_dims(dims)) if x.op in LAYOUT else None
+        step = input_dims(x, resolve_dims(dims)) if x.op in LAYOUT else None
         if step is None:
             break
-        x, dims = layout.source(x), step[0]
+        x, dims = source(x), step[0]
     return x, dims
 
 

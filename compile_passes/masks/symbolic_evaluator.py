@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import SymFloat, SymInt, Tensor
 
-from compile_passes.ir import layout
 from compile_passes.ir.axes import Axis, Dims, Size, is_nonnegative, is_one, sizes_equal
 from compile_passes.ir.constants import constant_value, guarded_constant
-from compile_passes.ir.graph import Value, is_tensor
+from compile_passes.ir.graph import Value, is_tensor, only_inserts_dims, permutation, source
 from compile_passes.masks.affine import (
     ZERO,
     AbsoluteValue,
@@ -57,7 +56,7 @@ def _arange(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Elem
 
 def _reshape(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     """Views that only insert or remove dimensions of size 1."""
-    x = layout.source(value)
+    x = source(value)
     kept = [(n, c) for n, c in zip(value.shape, at, strict=True) if not is_one(n)]
     sizes = [n for n in x.shape if not is_one(n)]
     if len(kept) != len(sizes) or not all(sizes_equal(n, m) for (n, _), m in zip(kept, sizes)):
@@ -67,11 +66,11 @@ def _reshape(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Ele
 
 
 def _permute(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
-    order = layout.permutation(value)
+    order = permutation(value)
     if order is None:
         return None
     at = tuple(at[order.index(i)] for i in range(len(order)))
-    return evaluator.element(layout.source(value), at)
+    return evaluator.element(source(value), at)
 
 
 def _expand(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
@@ -80,7 +79,7 @@ def _expand(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Elem
 
 def _repeat(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     """Repetition along new dimensions or dimensions of size 1."""
-    shape = layout.source(value).shape
+    shape = source(value).shape
     pairs = zip(shape, value.shape[len(value.shape) - len(shape) :], strict=True)
     expands = all(is_one(n) or sizes_equal(n, m) for n, m in pairs)
     return _expand(evaluator, value, at) if expands else None
@@ -91,9 +90,9 @@ def _cast(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Elemen
 
 
 def _getitem(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
-    if layout.only_inserts_dims(value):
+    if only_inserts_dims(value):
         return _reshape(evaluator, value, at)
-    x, index = layout.source(value), value.args["index"]
+    x, index = source(value), value.args["index"]
     index = index if isinstance(index, tuple) else (index,)
     if x is None:
         return None

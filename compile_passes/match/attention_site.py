@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from compile_passes.ir import layout
 from compile_passes.ir.axes import Axis, Dims, Group, all_axes, resolve, sizes_equal
-from compile_passes.ir.graph import example, requires_grad
+from compile_passes.ir.graph import example, requires_grad, undo_layout
 from compile_passes.ir.vocabulary import raw_name, read_elsewhere
 from compile_passes.match.states import Core, Leaf, MatchedScores, RowStatistic
 from compile_passes.report import Refusal
@@ -90,7 +89,7 @@ def attention_site(core: Core, lses: Sequence[RowStatistic] = ()) -> AttentionSi
         q, k = k, q
     queries = _query_axis(scores, q, k)
     dtype = core.out.dtype
-    q, k, v = (Leaf(*layout.undo_layout(x.value, x.dims, dtype, core.out)) for x in (q, k, core.v))
+    q, k, v = (Leaf(*undo_layout(x.value, x.dims, dtype, core.out)) for x in (q, k, core.v))
     _check_dtypes(core, (q, k, v))
     queries, keys = resolve(queries), resolve(keys)
     of_values = v.axes().union(*(gate.axes() for gate in core.weights.gate_leaves()))

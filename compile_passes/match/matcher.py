@@ -11,10 +11,9 @@ import dataclasses
 
 from torch import Tensor
 
-from compile_passes.ir import layout
 from compile_passes.ir.axes import Axis, Dims, Group, resolve
 from compile_passes.ir.constants import constant_value
-from compile_passes.ir.graph import GraphView, Value
+from compile_passes.ir.graph import GraphView, Value, only_inserts_dims, result_dims
 from compile_passes.ir.vocabulary import LAYOUT, raw_name
 from compile_passes.match import score_rules, weight_rules
 from compile_passes.match.products import (
@@ -133,7 +132,7 @@ class Matcher:
                 raise Refusal("the index of their maximum is used")
             return state.extend(value)
         drops_sink = isinstance(state, MatchedWeights) and value.op == "getitem"
-        if value.op in LAYOUT and (not drops_sink or layout.only_inserts_dims(value)):
+        if value.op in LAYOUT and (not drops_sink or only_inserts_dims(value)):
             return _rearranged(value, state)
         x = other_operand(value, name)
         operand_state = self.states.get(x) if isinstance(x, Value) else None
@@ -342,7 +341,7 @@ def _exp_of(state: MatchState) -> Value | None:
 def _rearranged(value: Value, state: MatchState) -> State:
     if value.op == "cast" and not value.dtype.is_floating_point:
         raise Refusal(f"they are cast to {value.dtype}")
-    dims = layout.result_dims(value, state.dims)
+    dims = result_dims(value, state.dims)
     if dims is None and value.op == "getitem":
         raise Refusal("they are indexed")
     if dims is None:

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from compile_passes.ir import layout
 from compile_passes.ir.axes import Axis, Dims, Group, Size, broadcast_dims, is_one, resolve_dims
 from compile_passes.ir.constants import constant_value, round_to
-from compile_passes.ir.graph import Value, is_tensor
+from compile_passes.ir.graph import Value, is_tensor, undo_layout
 from compile_passes.ir.vocabulary import LAYOUT
 from compile_passes.match.states import Leaf, MatchState
 from compile_passes.report import Refusal
@@ -198,7 +197,7 @@ def align(value: Value, state: MatchState, x: object) -> tuple[Leaf, Dims]:
         raise Refusal("they are combined with themselves")
     dims = _broadcast_dims(value.shape, x.shape, state.dims)
     # a mask that was expanded to the scores' shape is used in its original size
-    leaf = Leaf(*layout.undo_layout(x, broadcast_dims(x.shape, dims), x.dtype, value))
+    leaf = Leaf(*undo_layout(x, broadcast_dims(x.shape, dims), x.dtype, value))
     return leaf, dims
 
 

@@ -18,8 +18,7 @@ from compile_passes.ir.axes import (
     sizes_equal,
 )
 from compile_passes.ir.constants import constant_value, guarded_constant, is_zero_or_one
-from compile_passes.ir.graph import Value, is_tensor
-from compile_passes.ir.layout import EXPANDED
+from compile_passes.ir.graph import EXPANDED, Value, is_tensor
 from compile_passes.ir.vocabulary import raw_name
 from compile_passes.match.products import (
     align,
