@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 import fa_ops
-from fa_ops.backends.hopper.runtime import cubin_cache, nvrtc, warm
-from fa_ops.cli import app
+from fa_ops.backends.hopper.runtime import cubin_cache, nvrtc
+from fa_ops.cli import app, cubins
 
 
 def test_the_wheel_has_every_kernel(tmp_path, monkeypatch):
@@ -32,7 +32,7 @@ def test_the_wheel_has_every_kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("FA_OPS_CACHE_DIR", str(tmp_path / "empty"))
     cubin_cache.packaged_folder.cache_clear()
     try:
-        for kind, entries, defines in warm.variants([64], [warm.DTYPES[1]]):
+        for kind, entries, defines in cubins.variants([64], [cubins.DTYPES[1]]):
             found = nvrtc.cubins(kind, entries, defines)
             programs = [nvrtc.program(kind, entry, defines) for entry in entries]
             assert found == [program.source.encode() for program in programs]

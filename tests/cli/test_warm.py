@@ -10,8 +10,7 @@ from fa_ops.backends.hopper import backward
 from fa_ops.backends.hopper.configs import backward_config, forward_config
 from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import nvrtc as compiler
-from fa_ops.backends.hopper.runtime import warm
-from fa_ops.cli import app
+from fa_ops.cli import app, cubins
 
 
 def invoke(*arguments: str):
@@ -76,20 +75,20 @@ def test_kernels_with_8_bit_products_are_compiled_on_request(folder, nvrtc, monk
 
 
 def test_kernels_of_wide_heads_are_those_that_calls_launch():
-    variants = list(warm.variants([512], [torch.bfloat16]))
+    variants = list(cubins.variants([512], [torch.bfloat16]))
     kinds = [v.kind for v in variants if v.kind not in ("append", "mla")]
     assert kinds == ["forward_wide"] * 4 + ["backward"] * 6
     config, features = backward_config(512, 512), {"window": True, "split": True}
     defines = macros(config, torch.bfloat16, **features)
     entries = tuple(entry.name for entry in backward.entries_of(config, defines))
-    assert warm.Variant("backward", entries, defines) in variants
-    assert not {v.kind for v in warm.eight_bit_variants([512], [torch.bfloat16])} - {
+    assert cubins.Variant("backward", entries, defines) in variants
+    assert not {v.kind for v in cubins.eight_bit_variants([512], [torch.bfloat16])} - {
         "append", "dequantize",
     }  # fmt: skip
 
 
 def test_variants_are_distinct():
-    variants = list(warm.variants())
+    variants = list(cubins.variants())
     assert len(variants) == 2 * (4 * (4 + 3 + 4 + 6) + 6 + 3 + 8 + 4)
     names = {(kind, *entries, *sorted(defines.items())) for kind, entries, defines in variants}
     assert len(names) == len(variants)

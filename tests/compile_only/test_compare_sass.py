@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 pytest.importorskip("nvidia.cu13", reason="NVRTC (pip install nvidia-cuda-nvrtc) compiles kernels")
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper.runtime import warm
+from fa_ops.cli import cubins
 from tests.compile_only import compare_sass, configurations
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_code_changes_instructions_and_comments_do_not(other):
 def test_names_are_unique_and_hold_what_is_warmed():
     listed = list(configurations.configurations())
     assert len({c.name for c in listed}) == len(listed)
-    for kind, entries, defines in warm.variants():
+    for kind, entries, defines in cubins.variants():
         same = [c for c in listed if (c.kind, c.defines) == (kind, defines)]
         assert same and set(entries) <= {*same[0].entries}, (kind, defines)
 

@@ -15,7 +15,7 @@ import torch
 
 from fa_ops.backends.hopper.configs import BackwardConfig
 from fa_ops.backends.hopper.kernel_plan import macros
-from fa_ops.backends.hopper.runtime import wgmma
+from fa_ops.backends.hopper.runtime import nvrtc
 from tests.backends.hopper.cuda_as_cpp import built
 
 PTX = r"""
@@ -394,7 +394,7 @@ def compiled(
 def _products(source: str, defines: dict[str, int]) -> str:
     """What stands in for the products that a source file calls."""
     text = "#pragma once\n"
-    for name, n, a, b, steps in wgmma._products(source, defines):
+    for name, n, a, b, steps in nvrtc._wgmma_products(source, defines):
         words = 4 * len(steps)
         rows = ", ".join(f"{{{x}, {y}}}" for x, y in steps)
         text += f"static const int {name}_steps[][2] = {{{rows}}};\n"

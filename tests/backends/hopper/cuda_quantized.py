@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from fa_ops.backends.hopper.runtime import wgmma
+from fa_ops.backends.hopper.runtime import nvrtc
 from tests.backends.hopper import cuda_cluster
 from tests.backends.hopper.cuda_as_cpp import HALVES, WARP, built
 
@@ -161,7 +161,7 @@ def _replaced(text: str, begin: str, end: str, by: str) -> str:
 def _products(defines: dict[str, int]) -> str:
     """What stands in for the products of e4m3 numbers."""
     text = "#pragma once\n"
-    for name, n, _, a, _, steps, *_ in wgmma._eight_bit_products(defines):
+    for name, n, _, a, _, steps, *_ in nvrtc._eight_bit_products(defines):
         rows = ", ".join(f"{{{x}, {y}}}" for x, y in steps)
         call = f"issue(d, {n}, {{}}, b, {name}_steps, {len(steps)}, {{}})"
         text += f"static const int {name}_steps[][2] = {{{rows}}};\n"

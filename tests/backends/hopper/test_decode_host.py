@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from fa_ops.backends.hopper import decode, mla
-from fa_ops.backends.hopper.runtime import launch, nvrtc, warm
+from fa_ops.backends.hopper.runtime import launch, nvrtc
 from fa_ops.call.call import attention_call
 from fa_ops.call.options import Operands
+from fa_ops.cli import cubins
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_e4m3_caches_are_copied_by_bytes(driver, monkeypatch, D, row_bytes, of_p
     decode.forward(call.changed(k_scale=None, v_scale=None))
     assert struct.unpack_from("<2Q", driver.launched[-1].params, 456) == (0, 0)
     assert {one["HAS_SCALES"] for one in defines[-2:]} == {0}
-    warmed = [one.defines for one in warm.eight_bit_variants((D,), (torch.bfloat16,))]
+    warmed = [one.defines for one in cubins.eight_bit_variants((D,), (torch.bfloat16,))]
     assert all(one in warmed for one in defines)
 
 

@@ -9,9 +9,10 @@ from torch._subclasses import FakeTensorMode
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import eight_bit
 from fa_ops.backends.hopper.kernel_plan import Geometry
-from fa_ops.backends.hopper.runtime import nvrtc, warm
+from fa_ops.backends.hopper.runtime import nvrtc
 from fa_ops.call.call import attention_call
 from fa_ops.call.options import Operands
+from fa_ops.cli import cubins
 
 E4M3 = torch.float8_e4m3fn
 
@@ -90,7 +91,7 @@ def test_e4m3_tensors_are_read_where_they_lie(driver, scales):
 
 def test_calls_find_the_kernels_that_warm_compiles(driver, monkeypatch):
     warmed, used = set(), set()
-    for kind, entries, defines in warm.eight_bit_variants((64,), (torch.half,)):
+    for kind, entries, defines in cubins.eight_bit_variants((64,), (torch.half,)):
         if kind in ("decode", "dequantize", "append"):  # of e4m3 caches
             continue
         warmed |= {(kind, entry, frozenset(defines.items())) for entry in entries}
