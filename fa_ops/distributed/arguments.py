@@ -29,9 +29,8 @@ from fa_ops.distributed.layout import (
     contiguous_layout,
     zigzag_layout,
 )
-from fa_ops.distributed.masks import Mask, check_ends, on_host
 from fa_ops.distributed.ring_steps import StepOptions
-from fa_ops.distributed.schedule import StepProblem
+from fa_ops.distributed.schedule import Mask, StepProblem, check_ends, on_host
 from fa_ops.distributed.transport import TRANSPORTS
 from fa_ops.ops import autograd, dense, varlen
 from fa_ops.plans import dispatch, planning

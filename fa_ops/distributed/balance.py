@@ -12,8 +12,15 @@ from torch import Tensor
 from fa_ops.call.python_types import Window, need_bool, need_int, sides
 from fa_ops.distributed import schedule
 from fa_ops.distributed.layout import Members, SequenceLayout, merged, whole_group
-from fa_ops.distributed.masks import Mask, Ranges, check_masks, on_host, visible, within
-from fa_ops.distributed.schedule import StepProblem
+from fa_ops.distributed.schedule import (
+    Mask,
+    Ranges,
+    StepProblem,
+    check_masks,
+    on_host,
+    visible,
+    within,
+)
 from fa_ops.distributed.ulysses import split_error
 
 if TYPE_CHECKING:

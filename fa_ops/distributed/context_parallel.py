@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from fa_ops.call.python_types import Window, refuse_unknown
-from fa_ops.distributed import balance, handshake, ring_steps, schedule, ulysses
+from fa_ops.distributed import balance, ring_steps, schedule, ulysses
 from fa_ops.distributed import transport as transports
 from fa_ops.distributed.arguments import CheckedCall, ParallelOptions, checked, error_of_flags
 from fa_ops.distributed.balance import SchemeChoice
-from fa_ops.distributed.handshake import agreed_seed
 from fa_ops.distributed.layout import Members, SequenceLayout, groups_of, outside_graphs
-from fa_ops.distributed.masks import Mask, positions
 from fa_ops.distributed.ring_steps import AttentionInSteps, Job, RowWords, row_words
-from fa_ops.distributed.schedule import StepProblem
+from fa_ops.distributed.schedule import Mask, StepProblem, positions
+from fa_ops.distributed.transport import agreed_seed
 from fa_ops.distributed.ulysses import HeadSplit, ToHeads, ToTokens
 
 if TYPE_CHECKING:
@@ -240,7 +239,7 @@ def agreed(
     one that this process has found before.
     """
     request, text = None, ""
-    refused = handshake.error_of_timeout(timeout)
+    refused = transports.error_of_timeout(timeout)
     if refused is not None:
         error, timeout = error or refused, None
     try:
@@ -252,7 +251,7 @@ def agreed(
     for members in reversed(groups):
         try:
             # a process whose `check` is refused shows that to the others
-            handshake.agree(members, text, error, device, check is not False, timeout)
+            transports.agree(members, text, error, device, check is not False, timeout)
         except Exception as refused:
             error = error or refused
     if error is not None:

@@ -16,8 +16,17 @@ from torch import Tensor
 from fa_ops.backends import dropout
 from fa_ops.call.call import DENSE, Call, Run, Saved, attention_call
 from fa_ops.distributed.layout import Segment
-from fa_ops.distributed.masks import Mask, document_of, positions
-from fa_ops.distributed.schedule import LinearBias, Parts, Step, StepCall, StepPlan, rows_of
+from fa_ops.distributed.schedule import (
+    LinearBias,
+    Mask,
+    Parts,
+    Step,
+    StepCall,
+    StepPlan,
+    document_of,
+    positions,
+    rows_of,
+)
 from fa_ops.distributed.transport import Exchange, PeerExchange, kept_keys
 from fa_ops.ops import autograd, dense, library, merge
 from fa_ops.ops.autograd import differentiable_once

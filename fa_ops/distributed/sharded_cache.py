@@ -17,7 +17,7 @@ from fa_ops.call.python_types import (
     read_scale,
     sides,
 )
-from fa_ops.distributed import handshake
+from fa_ops.distributed import transport
 from fa_ops.distributed.layout import groups_of, outside_graphs
 from fa_ops.distributed.transport import Exchange, all_gather
 from fa_ops.functions import attention
@@ -141,7 +141,7 @@ def attention_with_sharded_kv_cache(
     placed = {"window": window, "alibi_slopes": alibi_slopes}
     placed = {name: given for name, given in placed.items() if given is not None}
     device = query.device if isinstance(query, Tensor) else torch.device("cpu")
-    with handshake.shared_errors(members, device, check, timeout) as words:
+    with transport.shared_errors(members, device, check, timeout) as words:
         _check(query, kv_lens, key, sinks, placed, timeout)
         need_bool("is_causal", is_causal)
         need_bool("return_lse", return_lse)
@@ -150,7 +150,7 @@ def attention_with_sharded_kv_cache(
         words += _words(query, value_cache, options, {"alibi_slopes": alibi_slopes, "sinks": sinks})
     length = kv_lens if key is None else kv_lens + key.shape[2]
     after = _keys_after(length, exchange) if placed else None
-    with handshake.shared_errors(members, device, check, timeout):
+    with transport.shared_errors(members, device, check, timeout):
         out, lse = attention_with_kv_cache(
             query, key_cache, value_cache, kv_lens, page_table,
             is_causal and members.rank == members.size - 1, key=key, value=value, scale=scale,
@@ -171,7 +171,7 @@ def _check(
     timeout: float | None,
 ) -> None:  # fmt: skip
     """Raise for what is used before or after :func:`attention_with_kv_cache`, which checks all."""
-    error = handshake.error_of_timeout(timeout)
+    error = transport.error_of_timeout(timeout)
     if error is not None:
         raise error
     checks.rank("query", need_tensor("query", query), checks.LAYOUT)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 
-from fa_ops.distributed.masks import Mask, visible
+from fa_ops.distributed.schedule import Mask, visible
 from fa_ops.ops import axes, library
 
 ROWS = 2  # a role beside axes.BATCH and axes.HEADS: queries are sharded over their length

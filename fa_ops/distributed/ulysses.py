@@ -15,11 +15,10 @@ from torch import Tensor
 
 from fa_ops.backends.dropout import seed_of_heads
 from fa_ops.distributed.arguments import ParallelOptions
-from fa_ops.distributed.handshake import Transfer, agreed_seed
 from fa_ops.distributed.layout import Members, Segment, joined, separated
-from fa_ops.distributed.masks import Mask
 from fa_ops.distributed.ring_steps import sum_dtype
-from fa_ops.distributed.transport import Exchange
+from fa_ops.distributed.schedule import Mask
+from fa_ops.distributed.transport import Exchange, Transfer, agreed_seed
 from fa_ops.functions import attention
 from fa_ops.ops.autograd import differentiable_once
 

@@ -165,4 +165,6 @@ class FileMemory:
 def use_files() -> None:
     """Let all groups of this process exchange keys through files, where "nccl" is not asked for."""
     transport._unsuitable = lambda device: None
-    transport._agree = lambda members, group, device, timeout: PeerProtocol(FileMemory(members))
+    transport._shared_memory = lambda members, group, device, timeout: PeerProtocol(
+        FileMemory(members)
+    )

@@ -23,9 +23,9 @@ def agree(*answers, memory=None, no_access=None):
         mock.patch.object(transport, "_no_access", return_value=no_access),
         mock.patch.object(peer_memory, "error", return_value=None),
         mock.patch.object(peer_memory, "PeerMemory", side_effect=memory),
-        mock.patch.object(transport.handshake, "exchanged", side_effect=answers) as exchanged,
+        mock.patch.object(transport, "exchanged", side_effect=answers) as exchanged,
     ):
-        found = transport._agree(Members(None, 0, 2), mock.Mock(), DEVICE, None)
+        found = transport._shared_memory(Members(None, 0, 2), mock.Mock(), DEVICE, None)
         assert exchanged.call_count == len(answers)
         return found, [call.args[1] for call in exchanged.call_args_list]
 
