@@ -43,17 +43,11 @@ from fa_ops.compat.flash import (
     shape,
     sides,
 )
-from fa_ops.distributed import (
-    SequenceLayout,
-    context_parallel_attention,
-    handshake,
-    ring_steps,
-)
-from fa_ops.distributed.handshake import Transfer, agreed_seed
+from fa_ops.distributed import SequenceLayout, context_parallel_attention, ring_steps, transport
 from fa_ops.distributed.layout import Members, groups_of, members, merged, outside_graphs
-from fa_ops.distributed.masks import on_host
 from fa_ops.distributed.ring_steps import sum_dtype
-from fa_ops.distributed.transport import Exchange, all_gather
+from fa_ops.distributed.schedule import on_host
+from fa_ops.distributed.transport import Exchange, Transfer, agreed_seed, all_gather
 from fa_ops.ops.autograd import differentiable_once
 
 __version__ = "0.1.7"  # the release whose functions these are
@@ -479,7 +473,7 @@ def gathered_attention(
         "deterministic": deterministic,
     }  # fmt: skip
     job = Gathering(members, packing, keys, heads, alibi_slopes, options)
-    with handshake.shared_errors(members, q.device, True) as words:
+    with transport.shared_errors(members, q.device, True) as words:
         shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in (("q", q), ("k", k), ("v", v)))
         given = {n: x for n, x in options.items() if n != "deterministic"}
         slopes = alibi_slopes is not None

@@ -14,7 +14,7 @@ import fa_ops
 from fa_ops import compat
 from fa_ops.compat import flash_attn, ring_flash_attn
 from fa_ops.compat.ring_flash_attn import Gathering, key_ranges
-from fa_ops.distributed.masks import Mask, visible
+from fa_ops.distributed.schedule import Mask, visible
 
 WORLD = 2
 ENDS = [0, 8, 8, 28, 32]  # of parts of 1 / WORLD of each sequence

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from fa_ops.backends.triton import arguments, launch  # noqa: E402
+from fa_ops.backends.triton import launch  # noqa: E402
 from fa_ops.backends.triton.configs import forward_tile  # noqa: E402
 from fa_ops.call.call import attention_call  # noqa: E402
 from tests.compile_only.sass import SHARED, assert_fits, disassembled, main_loop  # noqa: E402
@@ -45,13 +45,13 @@ KINDS = {
 def compiled(arch, D, options, dtype=torch.bfloat16, packed=False, Dv=None, page=0):
     q, v, lse = meta(B, Hq, S, D, dtype=dtype), meta(B, Hq, S, Dv or D, dtype=dtype), meta(B, Hq, S)
     strides = q.stride()[:3] * 2 + v.stride()[:3]
-    values, kind = arguments.arguments(attention_call(q, q, v, **options), B, Hq, S, S)
+    values, kind = launch.arguments(attention_call(q, q, v, **options), B, Hq, S, S)
     ends = (meta(B + 1, dtype=torch.int32),) * 2 if packed else (None, None)
     pages = (meta(B, 16, dtype=torch.int32), 16, 32) if page else (None, 0, 0)
     args = (q, q, v, v, lse, None, *strides, B, Hq, 1, S, S, *values, *ends, *pages)
     dims, mode = (D, Dv or D), "ieee"
     tile = forward_tile(arch, dtype, max(dims), kind, mode, page)
-    divisors = arguments.Layout(True, False).divisors("qkv", dtype) | kind.divisors()
+    divisors = launch.Layout(True, False).divisors("qkv", dtype) | kind.divisors()
     return launch.compile_kernel(
         host.forward_kernel, args, host.constants(tile, dims, kind, mode, page),
         tile.options(), GPUTarget("cuda", arch, 32), divisors=divisors, fixed=kind.fixed(),

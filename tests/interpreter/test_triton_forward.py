@@ -13,7 +13,7 @@ import torch
 import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
-from fa_ops.backends.triton import arguments, launch
+from fa_ops.backends.triton import launch
 from fa_ops.call.call import Saved, attention_call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
 from tests.kernels import alternating_dtype, assert_merges, assert_merges_into
@@ -182,8 +182,8 @@ def test_fp32_precision_follows_torchs_setting():
     try:
         for setting, expected in (("ieee", "ieee"), ("tf32", "tf32"), ("none", "ieee")):
             matmul.fp32_precision = setting
-            assert arguments.precision(torch.float32) == expected
-            assert arguments.precision(torch.bfloat16) == "ieee"
+            assert launch.precision(torch.float32) == expected
+            assert launch.precision(torch.bfloat16) == "ieee"
     finally:
         matmul.fp32_precision = before
 

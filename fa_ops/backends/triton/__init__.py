@@ -1,8 +1,8 @@
 """The portable GPU backend: Triton kernels for NVIDIA GPUs of compute capability 8.0 and newer.
 
-`primitives` is what the kernels share, `arguments` turns a call's options into kernel arguments,
-`launch` compiles a kernel once per key and runs it without Triton's per-call lookup, and `configs`
-holds the tiles. With TRITON_INTERPRET=1 in the environment the same kernels run on CPU tensors.
+`primitives` is what the kernels share, `launch` turns a call's options into kernel arguments,
+compiles a kernel once per key and runs it without Triton's per-call lookup, and `configs` holds the
+tiles. With TRITON_INTERPRET=1 in the environment the same kernels run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.triton import short_rows
-from fa_ops.backends.triton.arguments import size_error
 from fa_ops.backends.triton.backward import backward, varlen_backward
 from fa_ops.backends.triton.cached import attends_whole_rows, cache_forward, prepare_append
 from fa_ops.backends.triton.configs import holds_short_rows, holds_wide_single
 from fa_ops.backends.triton.decode import cache_error, prepare_cached
 from fa_ops.backends.triton.eight_bit import architecture_error, quantized_forward
 from fa_ops.backends.triton.forward import forward, varlen_forward
-from fa_ops.backends.triton.launch import INTERPRETED, architecture, interpreter_error
+from fa_ops.backends.triton.launch import INTERPRETED, architecture, interpreter_error, size_error
 from fa_ops.backends.triton.masks import mask_blocks  # noqa: F401 - for fa::mask_blocks
 from fa_ops.backends.triton.merge import merge_into, merge_states  # noqa: F401 - for fa::merge_states
 from fa_ops.backends.triton.selected import selected_backward, selected_forward

@@ -9,8 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_ops.backends.triton.arguments import padded
-from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
+from fa_ops.backends.triton.launch import (
+    INTERPRETED,
+    Launch,
+    address,
+    architecture,
+    bind,
+    empty,
+    padded,
+)
 from fa_ops.call.call import Call
 from fa_ops.call.options import Operands, scales_of
 

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_ops.backends.triton.arguments import Class, Layout, arguments, widths
 from fa_ops.backends.triton.backward_kernels import (
     ROW_UNIT,
     key_value_grad_kernel,
@@ -27,12 +26,16 @@ from fa_ops.backends.triton.backward_kernels import (
 )
 from fa_ops.backends.triton.configs import Tile, backward_tiles, divides, mask_tile
 from fa_ops.backends.triton.launch import (
+    Class,
     Launch,
+    Layout,
     aligned,
     architecture,
+    arguments,
     bind,
     needs_copies,
     restored,
+    widths,
 )
 from fa_ops.backends.triton.matrix_products import (
     exact_precision,

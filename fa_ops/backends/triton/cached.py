@@ -12,9 +12,8 @@ from torch import Tensor
 from fa_ops.backends import quantization
 from fa_ops.backends.triton import decode
 from fa_ops.backends.triton.append import bind_cache, prepare_cache
-from fa_ops.backends.triton.arguments import Layout, padded
 from fa_ops.backends.triton.forward import forward, paged_forward
-from fa_ops.backends.triton.launch import Launch, address, bind, empty, needs_copies
+from fa_ops.backends.triton.launch import Launch, Layout, address, bind, empty, needs_copies, padded
 from fa_ops.backends.triton.primitives import load_keys, page_of, scale_index, unpacked
 from fa_ops.call.call import Call, Run, is_prefill
 from fa_ops.call.options import ALIGNMENT, MAX_HEAD_DIM, scales_of

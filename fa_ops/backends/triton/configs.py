@@ -7,8 +7,7 @@ import functools
 
 import torch
 
-from fa_ops.backends.triton.arguments import Class, padded
-from fa_ops.backends.triton.launch import INTERPRETED, VERSION
+from fa_ops.backends.triton.launch import INTERPRETED, VERSION, Class, padded
 
 # Tile tables of the forward kernel, by GPU and head dimension.
 

@@ -15,14 +15,6 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.triton.append import bind_cache, prepare_cache
-from fa_ops.backends.triton.arguments import (
-    NAMES,
-    Class,
-    arguments,
-    padded,
-    precision,
-    size_error,
-)
 from fa_ops.backends.triton.configs import (
     FIXED_KEYS,
     LIGHT_KEYS,
@@ -34,13 +26,19 @@ from fa_ops.backends.triton.configs import (
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
 from fa_ops.backends.triton.launch import (
     INTERPRETED,
+    NAMES,
+    Class,
     Launch,
     address,
     architecture,
+    arguments,
     bind,
     empty,
     interpreter_error,
     multiprocessors,
+    padded,
+    precision,
+    size_error,
 )
 from fa_ops.call.call import Call, Run
 from fa_ops.call.options import ALIGNMENT, MAX_HEAD_DIM, dtype_name, scales_of

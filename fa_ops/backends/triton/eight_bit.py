@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_ops.backends.triton.arguments import padded
 from fa_ops.backends.triton.configs import Tile, quantized_tile
-from fa_ops.backends.triton.launch import INTERPRETED, Launch, architecture, bind
+from fa_ops.backends.triton.launch import INTERPRETED, Launch, architecture, bind, padded
 from fa_ops.backends.triton.primitives import (
     LARGEST,
     LN2,

@@ -9,18 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_ops.backends.triton.arguments import Class, Layout, arguments, precision, widths
 from fa_ops.backends.triton.configs import Tile, forward_tile
 from fa_ops.backends.triton.decode import Memory, decode
 from fa_ops.backends.triton.launch import (
+    Class,
     Launch,
+    Layout,
     address,
     aligned,
     architecture,
+    arguments,
     bind,
     empty,
     narrowed,
     needs_copies,
+    precision,
+    widths,
 )
 from fa_ops.backends.triton.masks import block_of_step, walk_keys
 from fa_ops.backends.triton.matrix_products import (

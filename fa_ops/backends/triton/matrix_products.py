@@ -23,8 +23,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_ops.backends.triton import configs
-from fa_ops.backends.triton.arguments import Layout, padded, precision, widths
-from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
+from fa_ops.backends.triton.launch import (
+    INTERPRETED,
+    Launch,
+    Layout,
+    address,
+    architecture,
+    bind,
+    empty,
+    padded,
+    precision,
+    widths,
+)
 from fa_ops.backends.triton.primitives import INLINE, load_rows, multiplies_parts
 from fa_ops.call.options import ALIGNMENT, Options
 

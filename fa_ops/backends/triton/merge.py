@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_ops.backends.triton.arguments import padded
-from fa_ops.backends.triton.launch import Launch, bind
+from fa_ops.backends.triton.launch import Launch, bind, padded
 from fa_ops.backends.triton.primitives import LARGEST
 from fa_ops.call.options import ALIGNMENT
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.selected import bounds_of, lists_by_sequence
-from fa_ops.backends.triton.arguments import LOG2E, Class, Layout, padded, precision, widths
 from fa_ops.backends.triton.backward import (
     laid_out_as,
     layout_of,
@@ -26,13 +25,19 @@ from fa_ops.backends.triton.backward import (
 )
 from fa_ops.backends.triton.configs import Tile, backward_tiles, forward_tile
 from fa_ops.backends.triton.launch import (
+    LOG2E,
+    Class,
     Launch,
+    Layout,
     aligned,
     architecture,
     bind,
     empty,
     narrowed,
     needs_copies,
+    padded,
+    precision,
+    widths,
 )
 from fa_ops.backends.triton.selected_kernels import (
     forward_kernel,

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_ops.backends.triton.arguments import Class, Layout, arguments, padded
 from fa_ops.backends.triton.backward import (
     laid_out_as,
     layout_of,
@@ -39,13 +38,17 @@ from fa_ops.backends.triton.backward_kernels import (
 from fa_ops.backends.triton.configs import ShortTile, short_backward_tile, short_forward_tile
 from fa_ops.backends.triton.forward import EXACT_KEYS, EXACT_ROWS, attend_block
 from fa_ops.backends.triton.launch import (
+    Class,
     Launch,
+    Layout,
     aligned,
+    arguments,
     bind,
     empty,
     multiprocessors,
     narrowed,
     needs_copies,
+    padded,
 )
 from fa_ops.backends.triton.primitives import (
     LN2,

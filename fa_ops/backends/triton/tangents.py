@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.backends.triton.arguments import NAMES, Class, arguments, precision, widths
 from fa_ops.backends.triton.backward import (
     ROW_UNIT,
     laid_out_as,
@@ -17,7 +16,18 @@ from fa_ops.backends.triton.backward import (
     written_like,
 )
 from fa_ops.backends.triton.configs import Tile, tangent_tiles
-from fa_ops.backends.triton.launch import Launch, aligned_rows, architecture, bind, needs_copies
+from fa_ops.backends.triton.launch import (
+    NAMES,
+    Class,
+    Launch,
+    aligned_rows,
+    architecture,
+    arguments,
+    bind,
+    needs_copies,
+    precision,
+    widths,
+)
 from fa_ops.backends.triton.tangent_kernels import (
     second_key_kernel,
     second_query_kernel,
