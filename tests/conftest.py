@@ -7,7 +7,7 @@ import torch
 from torch._dynamo import trace_rules
 
 from fa_ops.plans import planning
-from fa_ops.testing.allocators import poisoned_memory
+from fa_ops.testing.inputs import poisoned_memory
 from tests.distributed.processes import verdicts  # noqa: F401  (a fixture)
 
 

@@ -27,7 +27,7 @@ from fa_ops.call import backend_option, cache_checks, checks, selected_checks
 from fa_ops.call.call import Saved
 from fa_ops.plans import dispatch
 from fa_ops.testing import Arena, CacheCase, QuantizedCase, assert_right, make_case, random_calls
-from fa_ops.testing.allocators import poisoned_memory
+from fa_ops.testing.inputs import poisoned_memory
 from fa_ops.testing.tangents import assert_tangents_close, tangents_refusal
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

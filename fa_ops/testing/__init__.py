@@ -1,9 +1,8 @@
 """Public utilities for testing attention: input factories, error budgets, an oracle comparison."""
 
-from fa_ops.testing.allocators import Arena
 from fa_ops.testing.budget import assert_close_to_oracle, assert_within_budget, naive
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
-from fa_ops.testing.inputs import Case, PackedCase, make_case, random_case
+from fa_ops.testing.inputs import Arena, Case, PackedCase, make_case, random_case
 from fa_ops.testing.quantized import (
     QuantizedCase,
     assert_quantized_close,

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from fa_ops.backends import reference
 from fa_ops.call.call import Call, attention_call
-from fa_ops.testing.allocators import Arena
-from fa_ops.testing.budget import assert_within_budget, by_operator, naive
+from fa_ops.testing.budget import CachePoison, assert_within_budget, by_operator, naive
 from fa_ops.testing.inputs import (
     INT_MAX,
     INT_MIN,
+    Arena,
     random_sinks,
     random_slopes,
     short_repr,
     with_each,
     with_invalid_values,
 )
-from fa_ops.testing.nan_isolation import CachePoison
 
 FP8 = torch.float8_e4m3fn
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from fa_ops.backends import quantization, reference
 from fa_ops.call.call import Call
 from fa_ops.call.options import SCALE_BLOCK
-from fa_ops.testing.allocators import Arena
 from fa_ops.testing.budget import by_operator
-from fa_ops.testing.inputs import Case, short_repr, with_each
+from fa_ops.testing.inputs import Arena, Case, short_repr, with_each
 
 SHARE = 0.25  # of the error of quantisation, by which a backend may differ from the oracle
 FLOOR = 1e-3  # of a result's root mean square, where that error is small by chance

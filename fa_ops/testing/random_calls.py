@@ -18,11 +18,9 @@ from torch import Tensor
 
 from fa_ops.call import selected_checks
 from fa_ops.testing import caches, quantized
-from fa_ops.testing.allocators import Arena
-from fa_ops.testing.budget import assert_close_to_oracle, by_operator
+from fa_ops.testing.budget import NUMBERS, OPERANDS, assert_close_to_oracle, by_operator
 from fa_ops.testing.caches import CacheCase, assert_cache_close
-from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS, Case, PackedCase, with_each
-from fa_ops.testing.nan_isolation import NUMBERS, OPERANDS
+from fa_ops.testing.inputs import GRAD_LAYOUTS, LAYOUTS, Arena, Case, PackedCase, with_each
 from fa_ops.testing.quantized import QuantizedCase, assert_quantized_right
 
 # Random edge cases: extreme options, NaN and Inf, invalid lengths, unusual strides.

@@ -10,8 +10,8 @@ from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
 from fa_ops.call.call import Saved, attention_call
-from fa_ops.testing.allocators import Arena
 from fa_ops.testing.caches import CacheCase
+from fa_ops.testing.inputs import Arena
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),

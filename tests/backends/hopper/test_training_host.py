@@ -17,7 +17,7 @@ from fa_ops.backends.hopper.runtime.structs import struct_layout
 from fa_ops.call.call import Saved, attention_call, general
 from fa_ops.call.options import NO_OPERANDS
 from fa_ops.plans import dispatch, planning
-from fa_ops.testing.allocators import poisoned_memory
+from fa_ops.testing.inputs import poisoned_memory
 from tests.backends.hopper import test_backward_host as host
 
 driver = host.driver

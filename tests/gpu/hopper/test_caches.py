@@ -11,8 +11,8 @@ from fa_ops.backends import hopper, reference, triton
 from fa_ops.backends.hopper import decode, forward
 from fa_ops.call.call import Call, attention_call
 from fa_ops.plans import dispatch, planning
-from fa_ops.testing.allocators import Arena
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
+from fa_ops.testing.inputs import Arena
 from tests.gpu import hopper_calls
 from tests.gpu.cases import chosen, few_processors
 from tests.kernels import relative_error
