@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import options, report
+from fa_ops.bench import command
 from fa_ops.bench.peers import E4M3, failure, scaled_call, scaled_flash_attn_3
 
 console = Console()
@@ -117,38 +117,38 @@ def parsed(lengths: str | None, device: str) -> list[int]:
     """The numbers of keys; the default depends on the device."""
     if lengths is None:
         return [1024, 8192, 65536] if device == "cuda" else [1024, 4096]
-    return options.integers("--lengths", lengths)
+    return command.integers("--lengths", lengths)
 
 
 def main(
-    device: options.Device = "auto",
+    device: command.Device = "auto",
     lengths: Annotated[
         str | None, typer.Option(help="comma-separated numbers of keys; on a GPU up to 524288")
     ] = None,
     queries: Annotated[int, typer.Option(min=1, help="queries that attend all keys")] = 256,
     heads: Annotated[int, typer.Option(min=1, help="query and key heads")] = 4,
     head_dim: Annotated[int, typer.Option(min=1, max=256, help="features of a head")] = 128,
-    only: options.Only = None,
-    json: options.Json = None,
+    only: command.Only = None,
+    json: command.Json = None,
 ) -> None:
     """Compare errors of 16-bit and 8-bit attention with float64."""
-    device = options.device(device)
-    names = options.matching(only, list(DISTRIBUTIONS), "distribution")
+    device = command.device(device)
+    names = command.matching(only, list(DISTRIBUTIONS), "distribution")
     sizes = parsed(lengths, device)
     pairs = list(itertools.product(names, sizes))
-    steps = report.watched(
+    steps = command.watched(
         pairs, "accuracy", device, IMPLEMENTATIONS, "inputs", "{0[0]}, {0[1]} keys".format
     )
     rows = list(measurements(steps, queries, heads, head_dim, device))
     if not console.is_terminal:
         console.width = 200
-    facts = report.environment(device)
+    facts = command.environment(device)
     console.print(table(f"{heads} heads of {head_dim}, {facts['device']}", rows))
     for name, error in rows[0].errors.items():
         if not isinstance(error, Errors):
             console.print(f"{name}: {error}", highlight=False, markup=False)
     if json is not None:
-        report.write_json(json, device, "accuracy", records(rows))
+        command.write_json(json, device, "accuracy", records(rows))
 
 
 # Inputs whose attention is computed to measure errors: a few queries and many keys.

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from fa_ops.bench import report
+from fa_ops.bench import command
 from fa_ops.bench.peers import failure
 from fa_ops.bench.timing import Run, Time, device_times, peak_memory
 
@@ -243,9 +243,9 @@ def compare(
     """
     rows: list[TimedQuantity] = []
     with contextlib.suppress(KeyboardInterrupt):
-        for quantity in report.watched(quantities, family, device, names, "quantities"):
+        for quantity in command.watched(quantities, family, device, names, "quantities"):
             rows += measure(quantity, device, budget_ms)
-    facts, console = report.environment(device), Console()
+    facts, console = command.environment(device), Console()
     if not console.is_terminal:
         console.width = 220
     console.print(table(f"{family}, {facts['device']}, torch {facts['torch']}", rows))
@@ -258,4 +258,4 @@ def compare(
     for line in summaries(rows):
         console.print(line, markup=False, highlight=False)
     if json is not None:
-        report.write_json(json, device, family, list(records(rows)))
+        command.write_json(json, device, family, list(records(rows)))

@@ -21,8 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import report
-from fa_ops.bench.options import Only, matching
+from fa_ops.bench import command
+from fa_ops.bench.command import Only, matching
 from fa_ops.bench.timing import peak_memory
 from fa_ops.call.call import attention_call
 from fa_ops.testing import naive
@@ -148,7 +148,9 @@ def _fastest(
 ) -> dict[tuple[str, str], float]:
     """The fewest seconds, by the contender's name and "forward" or "training"."""
     best: dict[tuple[str, str], float] = {}
-    steps = report.watched(range(rounds), "timing", "cpu", chosen, "rounds", lambda n: f"round {n}")
+    steps = command.watched(
+        range(rounds), "timing", "cpu", chosen, "rounds", lambda n: f"round {n}"
+    )
     for step in steps:
         for name, contender in chosen.items():
             if name == "naive" and step > 0:
@@ -254,7 +256,7 @@ def run_small(rounds: int = 200, threads: int = 1, only: str | None = None) -> l
     torch.set_num_threads(threads)
     try:
         names = matching(only, known, "problem")
-        steps = report.watched(names, "small", "cpu", ["fa_ops cpu", "SDPA"])
+        steps = command.watched(names, "small", "cpu", ["fa_ops cpu", "SDPA"])
         return [_small_row(name, *known[name], rounds) for name in steps]
     finally:
         torch.set_num_threads(before)
@@ -284,7 +286,7 @@ def _alternated(rounds: int, *calls: Callable[[], None]) -> list[float]:
 
 
 def _small_table(rows: list[SmallRow], threads: int) -> Table:
-    title = f"B x H x S x D, float32, {threads} thread(s), {report.environment('cpu')['device']}"
+    title = f"B x H x S x D, float32, {threads} thread(s), {command.environment('cpu')['device']}"
     columns = "", "forward us", "SDPA", "ratio", "fwd + bwd us", "SDPA", "ratio"
     table = Table(*columns, title=title)
     for row in rows:
@@ -317,7 +319,7 @@ def main(
         return
     rows = run(length, rounds or 3, threads, only)
     clock = "CPU time" if threads == 1 else "wall time"
-    device = report.environment("cpu")["device"]
+    device = command.environment("cpu")["device"]
     title = f"({B}, {H}, {length}, {D}), {threads} thread(s), {clock}, {device}"
     table = Table("", "forward ms", "x aten", "fwd + bwd ms", "x aten", "peak MiB", title=title)
     for row in rows:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fa_ops
 from fa_ops.backends import reference
-from fa_ops.bench import host, options, report, timing
+from fa_ops.bench import command, host, timing
 from fa_ops.bench.peers import DECODE_PEERS, Call, Implementation, decoders, failure
 from fa_ops.bench.problems import DECODE_PRESETS, DecodeData, DecodeProblem
 from fa_ops.call.call import attention_call
@@ -184,7 +184,7 @@ def _rows(
     """Measure the problems in order, and stop once the time in seconds (0: unlimited) is up."""
     rows, start = [], time.monotonic()
     names = [i.name for i in implementations]
-    for n, p in enumerate(report.watched(problems, "decode", "cuda", names)):
+    for n, p in enumerate(command.watched(problems, "decode", "cuda", names)):
         if seconds and time.monotonic() - start > seconds:
             console.print(f"{len(problems) - n} cells were not started within {seconds:.0f} s")
             break
@@ -221,10 +221,10 @@ def main(
     preset: Annotated[
         Literal[tuple(DECODE_PRESETS)], typer.Option(help="the grid of problems")
     ] = "quick",
-    only: options.Only = None,
+    only: command.Only = None,
     heads: Annotated[str | None, typer.Option(help="only these heads: 32/8,64/8")] = None,
     backend: Annotated[str | None, typer.Option(help="compare these: triton,hopper")] = None,
-    json: options.Json = None,
+    json: command.Json = None,
     budget: Annotated[
         float, typer.Option(min=0.1, help="milliseconds to time each cell for")
     ] = 60.0,
@@ -232,15 +232,15 @@ def main(
 ) -> None:
     """Measure decoding and prefill over caches in a CUDA graph, with a cold L2 cache."""
     problems, known = _chosen(preset, heads), [*decoders(backend), *DECODE_PEERS]
-    names = options.matching(only, [i.name for i in known], "implementation")
+    names = command.matching(only, [i.name for i in known], "implementation")
     if not torch.cuda.is_available():
         raise typer.BadParameter("decoding is measured on a GPU, but torch finds no CUDA device")
     if preset == "host":
-        report.header("decode host", "cuda", ["fa_ops"])
+        command.header("decode host", "cuda", ["fa_ops"])
         times = host_times()
         console.print(host.table(times))
         if json is not None:
-            report.write_json(json, "cuda", "decode host", host.records(times))
+            command.write_json(json, "cuda", "decode host", host.records(times))
         return
     chosen = [i for i in known if i.name in names]
     with torch.no_grad():
@@ -253,14 +253,14 @@ def main(
             | {"dtype": str(p.dtype), "bytes": p.bytes(), "flops": p.flops(), "results": results}
             for p, results in rows
         ]
-        report.write_json(json, "cuda", "decode", records)
+        command.write_json(json, "cuda", "decode", records)
 
 
 def _chosen(preset: str, heads: str | None) -> list[DecodeProblem]:
     """The preset's problems with the requested heads."""
     problems = DECODE_PRESETS[preset]()
     known = dict.fromkeys(f"{p.Hq}/{p.Hkv}" for p in problems)
-    wanted = options.words(heads) or known
+    wanted = command.words(heads) or known
     for pair in wanted:
         if pair not in known:
             raise typer.BadParameter(f"no heads of {preset!r} are {pair!r}: {', '.join(known)}")

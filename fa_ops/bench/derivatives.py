@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
-from fa_ops.bench import comparison, options
+from fa_ops.bench import command, comparison
 from fa_ops.bench.comparison import Build, Quantity, backward_run, forward_run
 from fa_ops.bench.peers import import_first
 from fa_ops.bench.problems import Problem
@@ -44,7 +44,7 @@ def quantities(
 ) -> list[Quantity]:  # fmt: skip
     """All quantities of problems with so many tokens, and heads of this width together."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    chosen = options.matching(only, BASELINES, "quantity")
+    chosen = command.matching(only, BASELINES, "quantity")
     chosen = [n for n in BASELINES if n in chosen or n in map(BASELINES.get, chosen)]
     problems = [
         Problem(max(tokens // S, 1), max(width // D, 1), max(width // D, 1), S, D, causal, dtype)
@@ -152,7 +152,7 @@ def _by_math(run: Run) -> Run:
 
 
 def main(
-    device: options.Device = "auto",
+    device: command.Device = "auto",
     lengths: Annotated[
         str | None, typer.Option(help="default: 4096,16384 on a GPU, 256,512 on a CPU")
     ] = None,
@@ -165,16 +165,16 @@ def main(
     width: Annotated[
         int | None, typer.Option(min=8, help="features of all heads; default: 2048, on a CPU 128")
     ] = None,
-    only: options.Only = None,
+    only: command.Only = None,
     budget: Annotated[float, typer.Option(min=0.1, help="milliseconds to time each call")] = 50.0,
-    json: options.Json = None,
+    json: command.Json = None,
 ) -> None:
     """Compare tangents and second derivatives with first ones, and with SDPA's math kernel."""
-    device = options.device(device)
+    device = command.device(device)
     on_gpu = device == "cuda"
     default = "4096,16384" if on_gpu else "256,512"
-    chosen = options.integers("--lengths", lengths or default)
-    dims = options.integers("--head-dims", head_dims or ("64,128" if on_gpu else "64"))
+    chosen = command.integers("--lengths", lengths or default)
+    dims = command.integers("--head-dims", head_dims or ("64,128" if on_gpu else "64"))
     tokens, width = tokens or (16384 if on_gpu else 512), width or (2048 if on_gpu else 128)
     measured = quantities(chosen, dims, tokens, width, device, only)
     comparison.compare("derivatives", measured, list(_NAMES[device]), device, budget, json)

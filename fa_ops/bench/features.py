@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import options, report
+from fa_ops.bench import command
 from fa_ops.bench.peers import compiled_flex
 from fa_ops.bench.timing import Run, Time, device_times
 
@@ -144,7 +144,7 @@ def choose(known: Makers, only: str | None = None) -> Makers:
     Raises:
         typer.BadParameter: no name contains one of the words.
     """
-    names = (next(iter(known)), *options.matching(only, known, "feature"))
+    names = (next(iter(known)), *command.matching(only, known, "feature"))
     return {name: make for name, make in known.items() if name in names}
 
 
@@ -169,7 +169,7 @@ def times(
     )
     measured: Measured = {}
     names = ["fa_ops", "flex"] if flex else ["fa_ops"]
-    for name in report.watched(list(chosen), "features", device, names):
+    for name in command.watched(list(chosen), "features", device, names):
         feature = chosen[name]()
         calls = {"": _ours(feature, device)}
         if flex and feature.keep is not None:
@@ -243,7 +243,7 @@ def records(measured: Measured) -> list[dict]:
 
 
 def main(
-    device: options.Device = "auto",
+    device: command.Device = "auto",
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help="sequence length; default: 16384 on a GPU, 512 on the CPU"),
@@ -253,15 +253,15 @@ def main(
         int | None, typer.Option(min=1, help="key heads; default: as many as query heads")
     ] = None,
     head_dim: Annotated[int, typer.Option(min=8, help="features of a head")] = 128,
-    only: options.Only = None,
+    only: command.Only = None,
     flex: Annotated[bool, typer.Option(help="measure compiled FlexAttention too")] = False,
     budget: Annotated[
         float, typer.Option(min=0.1, help="milliseconds to time each cell for")
     ] = 200.0,
-    json: options.Json = None,
+    json: command.Json = None,
 ) -> None:
     """Compare the cost of features, such as masks, with plain causal attention."""
-    device = options.device(device)
+    device = command.device(device)
     tokens = tokens or (16384 if device == "cuda" else 512)
     kv_heads = kv_heads or heads
     if heads % kv_heads:
@@ -269,9 +269,9 @@ def main(
     chosen = choose(features(heads, tokens, device), only)
     pair = heads, kv_heads
     measured = times(chosen, pair, tokens, head_dim, device, budget, flex)
-    name = report.environment(device)["device"]
+    name = command.environment(device)["device"]
     shown = heads if heads == kv_heads else f"{heads}/{kv_heads}"
     title = f"{shown} heads of {head_dim}, {tokens} tokens, {name}"
     Console().print(table(title, measured))
     if json is not None:
-        report.write_json(json, device, "features", records(measured))
+        command.write_json(json, device, "features", records(measured))

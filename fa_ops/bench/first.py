@@ -28,7 +28,7 @@ from torch import Tensor
 import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper.runtime import nvrtc
-from fa_ops.bench import options, report
+from fa_ops.bench import command
 
 COLD_MS, WARM_MS = 1000.0, 50.0  # limits for first calls with an empty and a full cache
 TIMEOUT = 120.0  # seconds for a process
@@ -208,17 +208,17 @@ def records(rows: list[FamilyRow]) -> list[dict]:
 
 
 def main(
-    only: options.Only = None,
+    only: command.Only = None,
     rounds: Annotated[int, typer.Option(min=1, help="rounds, of which the median counts")] = 1,
-    json: options.Json = None,
+    json: command.Json = None,
 ) -> None:
     """Measure first calls on a Hopper GPU with an empty and with a full kernel cache."""
-    names = options.matching(only, [family.name for family in FAMILIES], "family")
+    names = command.matching(only, [family.name for family in FAMILIES], "family")
     chosen = [family for family in FAMILIES if family.name in names]
     if reason := hopper.available_error():
         raise typer.BadParameter(f"first calls are measured on the Hopper backend, which {reason}")
     try:
-        steps = report.watched(chosen, "first", "cuda", ["hopper"], "families", lambda f: f.name)
+        steps = command.watched(chosen, "first", "cuda", ["hopper"], "families", lambda f: f.name)
         measured = [[row(family) for _ in range(rounds)] for family in steps]
     except RuntimeError as error:
         raise SystemExit(str(error)) from None
@@ -228,7 +228,7 @@ def main(
     for line in verdicts(rows):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if json is not None:
-        report.write_json(json, "cuda", "first", records(sum(measured, [])))
+        command.write_json(json, "cuda", "first", records(sum(measured, [])))
 
 
 # Families of shapes whose first calls are measured; calls of a family differ in length only.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 import fa_ops
-from fa_ops.bench import comparison, options
+from fa_ops.bench import command, comparison
 from fa_ops.bench.comparison import Build, Quantity, backward_run, forward_run
 from fa_ops.bench.peers import compiled_flex
 from fa_ops.bench.timing import Run
@@ -122,7 +122,7 @@ def quantities(
         typer.BadParameter: no name contains one of the words of `only`.
     """
     known = functions(H, S, device)
-    chosen = dict.fromkeys((PLAIN, *options.matching(only, known, "function")))
+    chosen = dict.fromkeys((PLAIN, *command.matching(only, known, "function")))
     return [
         Quantity(
             f"D{D} {name}", what, functools.partial(_builds, known[name], (H, S, D), device, what),
@@ -229,7 +229,7 @@ def mask_quantities(lengths: list[int], device: str, only: str | None = None) ->
         ours = lambda: Run(lambda _: make_ours())  # noqa: E731
         return {"mask_tiles": ours, "create_block_mask": theirs}
 
-    chosen = options.matching(only, masks(1, "cpu"), "mask")
+    chosen = command.matching(only, masks(1, "cpu"), "mask")
     return [
         Quantity(
             f"{S} tokens, {name}", "tiles", functools.partial(builds, S, name),
@@ -241,7 +241,7 @@ def mask_quantities(lengths: list[int], device: str, only: str | None = None) ->
 
 
 def main(
-    device: options.Device = "auto",
+    device: command.Device = "auto",
     tokens: Annotated[
         str | None,
         typer.Option(help="sequence length, with --masks several; default: 16384 on a GPU, 512 on "
@@ -251,26 +251,26 @@ def main(
     head_dims: Annotated[
         str | None, typer.Option(help="features of a head; default: 64,128,256, on a CPU 64")
     ] = None,
-    only: options.Only = None,
+    only: command.Only = None,
     list_tiles: Annotated[
         bool, typer.Option("--masks", help="measure what lists the tiles of masks instead")
     ] = False,
     budget: Annotated[float, typer.Option(min=0.1, help="milliseconds to time each call")] = 200.0,
-    json: options.Json = None,
+    json: command.Json = None,
 ) -> None:  # fmt: skip
     """Compare functions of scores and masks with options, and with torch's FlexAttention."""
-    device = options.device(device)
+    device = command.device(device)
     on_gpu = device == "cuda"
     if list_tiles:
         default = "16384,131072,1048576" if on_gpu else "4096,65536"
-        lengths = options.integers("--tokens", tokens or default)
+        lengths = command.integers("--tokens", tokens or default)
         names = ["mask_tiles", "create_block_mask"]
         measured = mask_quantities(lengths, device, only)
     else:
-        lengths = options.integers("--tokens", tokens or ("16384" if on_gpu else "512"))
+        lengths = command.integers("--tokens", tokens or ("16384" if on_gpu else "512"))
         if len(lengths) != 1:
             raise typer.BadParameter(f"--tokens must be one length without --masks, got {tokens}")
-        dims = options.integers("--head-dims", head_dims or ("64,128,256" if on_gpu else "64"))
+        dims = command.integers("--head-dims", head_dims or ("64,128,256" if on_gpu else "64"))
         names = [OURS, OPTIONS, *_PEERS[device]]
         measured = quantities(heads or (16 if on_gpu else 2), lengths[0], dims, device, only)
     comparison.compare("flex", measured, names, device, budget, json)

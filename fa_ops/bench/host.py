@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
-from fa_ops.bench import options, report
+from fa_ops.bench import command
 from fa_ops.bench.sweep import grad_out
 from fa_ops.bench.timing import Run, Time, host_times
 from fa_ops.call.call import DENSE, Call, Saved
@@ -159,16 +159,16 @@ def records(times: dict[str, Time]) -> list[dict]:
 
 
 def main(
-    device: options.Device = "auto",
-    json: options.Json = None,
+    device: command.Device = "auto",
+    json: command.Json = None,
     bursts: Annotated[int, typer.Option(min=1, help="number of samples of each call")] = 300,
 ) -> None:
     """Measure the host time of a small call and its parts, without and with gradients."""
-    device, console = options.device(device), Console()
-    report.header("host", device, ["fa_ops", "F.sdpa"], f"{bursts} bursts")
+    device, console = command.device(device), Console()
+    command.header("host", device, ["fa_ops", "F.sdpa"], f"{bursts} bursts")
     times = host_times(runs(device), device, bursts)
     console.print(table(times))
     if device == "cpu":
         console.print("on a CPU a call's time includes its computation")
     if json is not None:
-        report.write_json(json, device, "host", records(times))
+        command.write_json(json, device, "host", records(times))

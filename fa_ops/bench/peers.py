@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
-from fa_ops.bench import options
+from fa_ops.bench import command
 from fa_ops.bench.problems import DecodeData, DecodeProblem, Problem
 from fa_ops.plans import dispatch
 
@@ -172,9 +172,9 @@ def choose(device: str, only: str | None = None) -> list[Implementation]:
         typer.BadParameter: no name contains one of the words.
     """
     known = implementations(device)
-    if not options.words(only):
+    if not command.words(only):
         return [i for i in known if i.default]
-    names = options.matching(only, [i.name for i in known], "implementation")
+    names = command.matching(only, [i.name for i in known], "implementation")
     return [i for i in known if i.name in names]
 
 
@@ -363,7 +363,7 @@ DECODE_PEERS = [
 
 def decoders(backends: str | None) -> list[Implementation]:
     """Our implementations: each named backend, or the one that is selected automatically."""
-    names = options.words(backends) or [None]
+    names = command.words(backends) or [None]
     for name in names:
         if name not in (None, *dispatch.AUTO["cuda"]):
             known = ", ".join(dispatch.AUTO["cuda"])

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fa_ops
-from fa_ops.bench import options, peers, report
+from fa_ops.bench import command, peers
 from fa_ops.bench.peers import E4M3, failure, scaled_call, scaled_flash_attn_3
 from fa_ops.bench.problems import PRESETS, Problem
 from fa_ops.bench.timing import Run, Time, device_times
@@ -150,23 +150,23 @@ def records(rows: list[MeasuredCall]) -> Iterator[dict]:
 
 
 def main(
-    device: options.Device = "auto",
+    device: command.Device = "auto",
     preset: Annotated[Literal[tuple(PRESETS)] | None, typer.Option(help=_PRESET)] = None,
-    only: options.Only = None,
+    only: command.Only = None,
     budget: Annotated[float, typer.Option(min=0.1, help="milliseconds to time each call")] = 200.0,
-    json: options.Json = None,
+    json: command.Json = None,
 ) -> None:
     """Compare attention with 8-bit products with 16-bit attention and with peers in fp8."""
-    device = options.device(device)
+    device = command.device(device)
     grid = PRESETS[preset or _DEFAULTS[device]]()
-    names = options.matching(only, CALLS, "call")
+    names = command.matching(only, CALLS, "call")
     rows: list[MeasuredCall] = []
     with torch.no_grad():
-        for problem in report.watched(grid, "quantized", device, names):
+        for problem in command.watched(grid, "quantized", device, names):
             rows += measure(problem, names, device, budget)
             if device == "cuda":
                 torch.cuda.empty_cache()
-    facts, console = report.environment(device), Console()
+    facts, console = command.environment(device), Console()
     if not console.is_terminal:
         console.width = 200
     console.print(table(f"8-bit products, {facts['device']}, torch {facts['torch']}", rows))
@@ -174,4 +174,4 @@ def main(
         if row.reason is not None:
             console.print(f"not timed: {row.call}, {row.problem}: {row.reason}", markup=False)
     if json is not None:
-        report.write_json(json, device, "quantized", list(records(rows)))
+        command.write_json(json, device, "quantized", list(records(rows)))

@@ -18,7 +18,7 @@ import typer
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import comparison, options
+from fa_ops.bench import command, comparison
 from fa_ops.bench.comparison import Build, Quantity, backward_run, forward_run
 
 OURS, MASK, SDPA_MASK = "fa_ops", "fa_ops mask", "sdpa mask"
@@ -223,7 +223,7 @@ def quantities(
     problems: list[TokenListProblem | BlockListProblem], device: str, only: str | None = None
 ) -> list[Quantity]:
     """Forward passes, and backward passes over blocks, of problems whose name has a word."""
-    names = options.matching(only, list(map(str, problems)), "problem")
+    names = command.matching(only, list(map(str, problems)), "problem")
     found = []
     for problem in problems:
         if str(problem) not in names:
@@ -243,12 +243,12 @@ def quantities(
 
 
 def main(
-    device: options.Device = "auto",
-    only: options.Only = None,
+    device: command.Device = "auto",
+    only: command.Only = None,
     budget: Annotated[float, typer.Option(min=0.1, help="milliseconds to time each call")] = 200.0,
-    json: options.Json = None,
+    json: command.Json = None,
 ) -> None:
     """Compare attention over listed keys with dense masks and with causal attention."""
-    device = options.device(device)
+    device = command.device(device)
     measured = quantities(GRIDS[device], device, only)
     comparison.compare("selected", measured, list(_NAMES), device, budget, json)

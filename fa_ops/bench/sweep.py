@@ -18,8 +18,8 @@ from torch import Tensor
 
 import fa_ops
 from fa_ops.backends import reference
-from fa_ops.bench import options, peers, problems, report
-from fa_ops.bench.options import Device, Json, Only
+from fa_ops.bench import command, peers, problems
+from fa_ops.bench.command import Device, Json, Only
 from fa_ops.bench.peers import Implementation, failure
 from fa_ops.bench.problems import Problem
 from fa_ops.bench.timing import Run, Time, device_times, peak_memory
@@ -35,7 +35,7 @@ Preset = Annotated[
 Plot = Annotated[
     Path | None,
     typer.Option(
-        help="plot the grid into this file (.png, .svg, .pdf)", callback=options.in_existing_folder
+        help="plot the grid into this file (.png, .svg, .pdf)", callback=command.in_existing_folder
     ),
 ]
 Budget = Annotated[float, typer.Option(min=0.1, help="milliseconds to time each cell for")]
@@ -43,7 +43,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads")]
 
 
 def _command(name: str) -> Callable:
-    def command(
+    def sweep_command(
         preset: Preset = None,
         only: Only = None,
         device: Device = "auto",
@@ -52,27 +52,27 @@ def _command(name: str) -> Callable:
         budget: Budget = 200.0,
         threads: Threads = None,
     ) -> None:
-        device = options.device(device)
+        device = command.device(device)
         if threads is not None:
             torch.set_num_threads(threads)
         grid = _GRIDS[preset or _DEFAULTS[device]]()
         chosen = peers.choose(device, only)
         backward = name == "backward"
         with torch.set_grad_enabled(backward):
-            steps = report.watched(grid, name, device, [i.name for i in chosen])
+            steps = command.watched(grid, name, device, [i.name for i in chosen])
             rows = list(sweep(steps, chosen, device, backward, budget))
-        facts = report.environment(device)
+        facts = command.environment(device)
         title = f"{name}, {facts['device']}, torch {facts['torch']}"
         console = Console()
         if not console.is_terminal:
             console.width = 200  # so that tables written to a file are not truncated
         print_sweep(console, title, rows, backward)
         if json is not None:
-            report.write_json(json, device, name, sweep_records(rows, backward))
+            command.write_json(json, device, name, sweep_records(rows, backward))
         if plot is not None:
             draw(plot, title, rows, backward)
 
-    return command
+    return sweep_command
 
 
 forward, backward = _command("forward"), _command("backward")
@@ -417,24 +417,24 @@ def memory_records(peaks: list[Peak]) -> Iterator[dict]:
 
 
 def memory(
-    device: options.Device = "auto",
+    device: command.Device = "auto",
     lengths: Annotated[
         str | None,
         typer.Option(help=f"default: {GPU_LENGTHS} on a GPU, {CPU_LENGTHS} on a CPU"),
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="query and key heads")] = 16,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
-    json: options.Json = None,
+    json: command.Json = None,
 ) -> None:
     """Compare the peak memory of eager attention, SDPA and fa_ops by sequence length."""
-    device = options.device(device)
+    device = command.device(device)
     default = GPU_LENGTHS if device == "cuda" else CPU_LENGTHS
-    chosen = options.integers("--lengths", default if lengths is None else lengths)
+    chosen = command.integers("--lengths", default if lengths is None else lengths)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     problems = [Problem(1, heads, heads, length, head_dim, True, dtype) for length in chosen]
-    steps = report.watched(problems, "memory", device, list(CALLS))
+    steps = command.watched(problems, "memory", device, list(CALLS))
     peaks = [measure_peak(problem, name, device) for problem in steps for name in CALLS]
-    facts, console = report.environment(device), Console()
+    facts, console = command.environment(device), Console()
     title = f"1 x {heads} heads of {head_dim}, causal, {facts['device']}, torch {facts['torch']}"
     console.print(memory_table(title, peaks))
     for peak in peaks:
@@ -442,4 +442,4 @@ def memory(
             where = f"{peak.implementation}, {peak.problem.S} tokens"
             console.print(f"not measured: {where}: {peak.reason}", markup=False)
     if json is not None:
-        report.write_json(json, device, "memory", list(memory_records(peaks)))
+        command.write_json(json, device, "memory", list(memory_records(peaks)))

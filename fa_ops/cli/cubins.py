@@ -31,7 +31,7 @@ from fa_ops.backends.hopper.configs import (
 from fa_ops.backends.hopper.kernel_plan import macros
 from fa_ops.backends.hopper.runtime import cubin_cache, nvrtc
 from fa_ops.backends.hopper.runtime.launch import Entry
-from fa_ops.bench import options, report
+from fa_ops.bench import command
 from fa_ops.call.options import MAX_HEAD_DIM, NO_SCALES, PAGE_SCALES, ROW_SCALES
 
 HEAD_DIMS = tuple(range(8, MAX_HEAD_DIM + 1, 8))
@@ -188,13 +188,13 @@ def chosen(head_dim: str | None, dtype: str | None, eight_bit: bool) -> list[Var
     """The variants of the options `--head-dim`, `--dtype` and `--eight-bit`."""
     head_dims = COMMON_HEAD_DIMS
     if head_dim is not None:
-        head_dims = options.integers("--head-dim", head_dim)
+        head_dims = command.integers("--head-dim", head_dim)
     for dim in head_dims:
         if dim not in HEAD_DIMS:
             largest = max(HEAD_DIMS)
             message = f"--head-dim must be a multiple of 8 from 8 to {largest}, got {dim}"
             raise typer.BadParameter(message)
-    names = options.one_of("--dtype", options.words(dtype), _DTYPES)
+    names = command.one_of("--dtype", command.words(dtype), _DTYPES)
     dtypes = [_DTYPES[name] for name in names]
     more = eight_bit_variants(head_dims, dtypes) if eight_bit else ()
     return [*variants(head_dims, dtypes), *more]
@@ -208,7 +208,7 @@ def _described(variant: Variant) -> str:
 def compile_all(variants: list[Variant], console: Console) -> int:
     """Compile into the cache what it lacks; returns the number of kernels."""
     kinds = dict.fromkeys(variant.kind for variant in variants)
-    shown = report.watched(variants, "compiling", "cpu", kinds, "programs", _described)
+    shown = command.watched(variants, "compiling", "cpu", kinds, "programs", _described)
     try:
         return sum(compile_variant(variant) for variant in shown)
     except nvrtc.CompileError as error:
@@ -256,8 +256,8 @@ def cubins(
     with tempfile.TemporaryDirectory() as project:
         _write_project(Path(project), programs)
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-c", _BUILD, str(folder.absolute())]
-        built = subprocess.run(command, cwd=project, capture_output=True, text=True)
+        build = [sys.executable, "-c", _BUILD, str(folder.absolute())]
+        built = subprocess.run(build, cwd=project, capture_output=True, text=True)
     if built.returncode:
         raise SystemExit(f"hatchling could not build the wheel:\n{built.stderr}")
     wheel = folder / built.stdout.split()[-1]

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import options, timing
+from fa_ops.bench import command, timing
 
 LENGTHS = (512, 2048)
 CAPTION = (
@@ -55,11 +55,11 @@ def run(
     prompt: Annotated[
         str, typer.Option(help="the question for the model")
     ] = "In one sentence: why is the sky blue?",
-    device: options.Device = "auto",
+    device: command.Device = "auto",
     tokens: Annotated[int, typer.Option(min=1, max=512, help="number of tokens to generate")] = 24,
 ) -> None:
     """Run a Llama with eager attention, SDPA, attn_implementation="fa_ops" and torch.compile."""
-    device = options.device(device)
+    device = command.device(device)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # the table's width in a file

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from fa_ops.bench import options
-from fa_ops.bench.report import environment, write_json
+from fa_ops.bench import command
+from fa_ops.bench.command import environment, write_json
 from fa_ops.call import backend_option, cache_checks, checks, selected_checks
 from fa_ops.call.call import Saved
 from fa_ops.plans import dispatch
@@ -42,7 +42,7 @@ def run(
             help=f"comma-separated: {','.join(backend_option.BACKENDS)}; default: those available"
         ),
     ] = None,
-    device: options.Device = "auto",
+    device: command.Device = "auto",
     cases: Annotated[int, typer.Option(min=1, help="number of cases over all backends")] = 1000,
     each: Annotated[
         int, typer.Option(min=1, help="cases of each specialisation, which share compiled kernels")
@@ -63,7 +63,7 @@ def run(
         int | None, typer.Option(min=0, help="processes; 0: this one; default: one for each core")
     ] = None,
     seconds: Annotated[float | None, typer.Option(min=1, help="stop after this time")] = None,
-    json: options.Json = None,
+    json: command.Json = None,
     arena: Annotated[
         bool, typer.Option("--arena", help="only edge cases, in memory with checked margins")
     ] = False,
@@ -77,13 +77,13 @@ def run(
     """Compare random calls, forward and backward, with the fp64 oracle; fail if one differs."""
     if tangents and arena:
         raise typer.BadParameter("--tangents has no --arena: it compares ordinary calls alone")
-    dtypes, kinds = options.words(dtype), DIFFERENTIATED if tangents else KINDS
+    dtypes, kinds = command.words(dtype), DIFFERENTIATED if tangents else KINDS
     if kind:
         known = DIFFERENTIATED if tangents else random_calls.KINDS
-        kinds = tuple(options.one_of("--kind", options.words(kind), known))
+        kinds = tuple(command.one_of("--kind", command.words(kind), known))
     targets = [
         target._replace(kinds=kinds, tangents=tangents)
-        for target in _targets(options.words(backend), device, dtypes, arena)
+        for target in _targets(command.words(backend), device, dtypes, arena)
     ]
     if case is not None:
         runs = [FuzzRun(target, seed, case, case + 1) for target in targets]
@@ -117,7 +117,9 @@ def _print(
     console.print(tally.summary(title, targets))
     console.print(tally.feature_table(targets))
     for failure in tally.failures[:MAX_PRINTED]:
-        console.print(f"[bold red]failed[/]: {command(failure)}{dtype_option}", soft_wrap=True)
+        console.print(
+            f"[bold red]failed[/]: {repeating_command(failure)}{dtype_option}", soft_wrap=True
+        )
         console.print(f"  {failure.error}", markup=False, soft_wrap=True)
     console.print(
         f"{tally.cases} of {cases} cases of {len(tally.families)} specialisations {spent}: "
@@ -129,13 +131,13 @@ def _targets(
     backends: Sequence[str], device: str, dtypes: Sequence[str], arena: bool
 ) -> list[Target]:
     """Raises typer.BadParameter for an unknown name or a backend that is not available."""
-    device = options.device(device)
+    device = command.device(device)
     allowed = DTYPES | ({"float64": torch.float64} if device == "cpu" else {})
-    chosen = tuple(allowed[name] for name in options.one_of("--dtype", dtypes, allowed))
+    chosen = tuple(allowed[name] for name in command.one_of("--dtype", dtypes, allowed))
     if not backends:
         known = dispatch.AUTO[device]
         backends = [name for name in known if dispatch.available_error(name) is None] or known
-    backends = options.one_of("--backend", backends, backend_option.BACKENDS)
+    backends = command.one_of("--backend", backends, backend_option.BACKENDS)
     for name in backends:
         reason = dispatch.available_error(name)
         if reason is not None:
@@ -156,7 +158,7 @@ def plan(targets: Sequence[Target], cases: int, each: int, seed: int) -> Iterato
             return
 
 
-def command(outcome: Outcome) -> str:
+def repeating_command(outcome: Outcome) -> str:
     """The command that repeats a single case."""
     target = outcome.target
     options = f"--backend {target.backend} --device {target.device}" + " --arena" * target.arena
@@ -229,7 +231,7 @@ class Tally:
                 "counts": dict(self.counts.get(target.backend, {})),
                 "features": dict(self.features.get(target.backend, {})),
                 "failures": [
-                    {"again": command(failure) + dtype_option, "error": failure.error}
+                    {"again": repeating_command(failure) + dtype_option, "error": failure.error}
                     for failure in self.failures
                     if failure.target == target
                 ],

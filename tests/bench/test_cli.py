@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
-from fa_ops.bench import cpu, features, problems, report, sweep
+from fa_ops.bench import command, cpu, features, problems, sweep
 from fa_ops.cli import bench as app
 
 
@@ -48,11 +48,11 @@ def test_the_header_and_the_current_problem_are_shown_while_a_benchmark_runs(mon
     """Each is on stderr before the problem is measured, with a terminal and without one."""
     seen = []
     monkeypatch.setattr(
-        report, "Console", lambda stderr, **o: Console(file=out, force_terminal=terminal, **o)
+        command, "Console", lambda stderr, **o: Console(file=out, force_terminal=terminal, **o)
     )
     for terminal in (False, True):
         out = io.StringIO()
-        for step in report.watched(["D16 full", "D16 causal"], "forward", "cpu", ["a", "b"]):
+        for step in command.watched(["D16 full", "D16 causal"], "forward", "cpu", ["a", "b"]):
             seen.append(out.getvalue())
             assert "2 problems; a, b" in seen[-1] and step in seen[-1], terminal
         assert "D16 causal" not in seen[-2]

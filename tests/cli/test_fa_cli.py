@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 from typer.testing import CliRunner
 
 import fa_ops
-from fa_ops.bench import options, timing
+from fa_ops.bench import command, timing
 from fa_ops.cli import app, demo, doctor
 
 
@@ -34,8 +34,8 @@ def masked(text: str) -> str:
 def test_help_names_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    for command in ("demo", "doctor", "warm", "fuzz", "bench"):
-        assert command in result.output
+    for name in ("demo", "doctor", "warm", "fuzz", "bench"):
+        assert name in result.output
 
 
 def test_bench_is_the_command_group_of_the_benchmarks():
@@ -83,8 +83,8 @@ def test_version():
 
 
 def test_doctor_runs_as_a_module():
-    command = [sys.executable, "-m", "fa_ops", "doctor"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    doctor = [sys.executable, "-m", "fa_ops", "doctor"]
+    run = subprocess.run(doctor, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert f"fa_ops         {fa_ops.__version__}" in run.stdout
 
@@ -245,5 +245,5 @@ def test_peak_memory_is_none_where_the_peak_cannot_be_reset(monkeypatch):
 
 
 def test_words_are_split_at_commas():
-    assert options.words(" a b,,c, a b,") == ["a b", "c"]
-    assert options.words(None) == options.words(",") == []
+    assert command.words(" a b,,c, a b,") == ["a b", "c"]
+    assert command.words(None) == command.words(",") == []

@@ -29,7 +29,7 @@ import torch
 import typer
 
 from fa_ops import compat
-from fa_ops.bench.options import in_existing_folder
+from fa_ops.bench.command import in_existing_folder
 
 # Tests that must fail, with the reason.
 KNOWN = {

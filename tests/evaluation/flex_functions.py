@@ -25,7 +25,7 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention import flex_attention as torch_flex
 
 import fa_ops
-from fa_ops.bench.options import in_existing_folder
+from fa_ops.bench.command import in_existing_folder
 
 
 class Shape(NamedTuple):

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch._dynamo.utils import compilation_time_metrics, counters
 
 from compile_passes.install import TIMER, install
-from fa_ops.bench import options, report
+from fa_ops.bench import command
 from tests.evaluation.fusion_workloads import (
     LLAMA_3_8B,
     TINY,
@@ -237,7 +237,7 @@ app = typer.Typer(help=__doc__, no_args_is_help=True)
 Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
 Json = Annotated[
     Path | None,
-    typer.Option("--json", help="write the figures here", callback=options.in_existing_folder),
+    typer.Option("--json", help="write the figures here", callback=command.in_existing_folder),
 ]
 
 
@@ -262,9 +262,9 @@ def speed(
     ),
 ) -> None:
     """Time the variants of each workload."""
-    device = options.device(device)
-    given = options.one_of("--variants", options.words(variants), VARIANTS)
-    wanted = options.one_of("--workloads", options.words(names), WORKLOADS)
+    device = command.device(device)
+    given = command.one_of("--variants", command.words(variants), VARIANTS)
+    wanted = command.one_of("--workloads", command.words(names), WORKLOADS)
     if device == "cpu" and not tiny:
         raise typer.BadParameter("a model of 8B shape needs CUDA; --tiny tries the command")
     sizes = Sizes(TINY if tiny else LLAMA_3_8B, layers, prefill, train)
@@ -283,7 +283,7 @@ def speed(
         records += [dataclasses.asdict(result) for result in found]
     if json_file is not None:
         facts = {"transformers": metadata.version("transformers")}
-        report.write_json(json_file, device, "fusion speed", records, **facts)
+        command.write_json(json_file, device, "fusion speed", records, **facts)
     if failed:
         raise typer.Exit(1)
 
@@ -304,8 +304,8 @@ def cost(
     """Measure the share of the pass in the first call, without caches, for several depths of a
     Llama, and for layers without attention.
     """
-    device = options.device(device)
-    numbers = [int(x) for x in options.words(depths)]
+    device = command.device(device)
+    numbers = [int(x) for x in command.words(depths)]
     models = [("Llama", n, lambda n=n: llama(TINY, n, "eager", device).float()) for n in numbers]
     models.append(("MLP", numbers[-1], lambda: _without_attention(numbers[-1], device)))
     table = Table("model", "layers", "compile s", "pass s", "share", "fused")
@@ -326,7 +326,7 @@ def cost(
         table.add_row(name, str(layers), f"{total:.1f}", f"{spent:.4f}", share, fused)
     Console().print(table)
     if json_file is not None:
-        report.write_json(json_file, device, "fusion cost", rows)
+        command.write_json(json_file, device, "fusion cost", rows)
 
 
 def _without_attention(layers: int, device: str) -> torch.nn.Module:

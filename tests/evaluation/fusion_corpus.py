@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compile_passes.fuse import fuse_module
 from compile_passes.install import install, uninstall
-from fa_ops.bench import options
+from fa_ops.bench import command
 from fa_ops.testing import assert_within_budget
 
 TRAIN, DYNAMIC = "train", "dynamic"
@@ -185,7 +185,7 @@ def main(
     modes: Annotated[str, typer.Option(help="comma separated")] = ",".join(MODES),
 ) -> None:
     """Run the pass over files of attention code; exit with 1 if a result is wrong."""
-    chosen = options.one_of("--modes", options.words(modes), MODES)
+    chosen = command.one_of("--modes", command.words(modes), MODES)
     cases = {}
     for file in files:
         if not file.is_file():

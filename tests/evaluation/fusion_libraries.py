@@ -23,8 +23,8 @@ from rich.table import Table
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
-from fa_ops.bench import options
-from fa_ops.bench.options import in_existing_folder
+from fa_ops.bench import command
+from fa_ops.bench.command import in_existing_folder
 from tests.evaluation.fusion_sweep import run_mode
 from tests.evaluation.hf_sweep.run import time_limit
 from tests.evaluation.library_models import LIBRARIES
@@ -90,7 +90,7 @@ def main(
     only_report: Annotated[bool, typer.Option(help="run nothing")] = False,
 ) -> None:
     """Run the pass on small models of libraries; exit with 1 if a result is wrong."""
-    chosen = options.one_of("--libraries", options.words(libraries), tuple(LIBRARIES))
+    chosen = command.one_of("--libraries", command.words(libraries), tuple(LIBRARIES))
     try:
         results = json.loads(json_file.read_text()) if json_file.exists() else {}
     except ValueError as error:

@@ -37,7 +37,7 @@ from transformers.utils import logging
 
 from compile_passes.fuse import NO_SCORES, NO_VALUE, fuse_module
 from compile_passes.match.matcher import ONE_KEY
-from fa_ops.bench.options import in_existing_folder
+from fa_ops.bench.command import in_existing_folder
 from fa_ops.testing import assert_within_budget
 from tests.evaluation.hf_sweep import inputs, tiny
 from tests.evaluation.hf_sweep.run import Base, time_limit

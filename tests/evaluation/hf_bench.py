@@ -24,8 +24,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import logging
 
 import hf_integration
-from fa_ops.bench import report
-from fa_ops.bench.options import in_existing_folder
+from fa_ops.bench import command
+from fa_ops.bench.command import in_existing_folder
 from tests.evaluation import hf_bench_peers as peers
 from tests.evaluation.hf_bench_parts import PARTS
 from tests.evaluation.hf_bench_shapes import SHAPES, Sizes, build
@@ -160,7 +160,7 @@ def main(
         "layers": sizes.layers,
         "repeats": repeats,
     }
-    print(json.dumps(report.environment(torch_device.type) | about), flush=True)
+    print(json.dumps(command.environment(torch_device.type) | about), flush=True)
     for part in parts.split(","):
         for compiled in (mode == "compiled" for mode in modes.split(",")):
             for name in names:
@@ -170,7 +170,7 @@ def main(
                 if bench.can_use(name, about_part):
                     PARTS[part](bench, name, compiled)
                 kind = torch_device.type
-                report.write_json(json_file, kind, "transformers", bench.rows, **about)
+                command.write_json(json_file, kind, "transformers", bench.rows, **about)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import typer
 from torch import Tensor
 
 import hf_integration
-from fa_ops.bench.options import in_existing_folder
+from fa_ops.bench.command import in_existing_folder
 from fa_ops.cli import demo as smollm
 
 PROMPTS = (

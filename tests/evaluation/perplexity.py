@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fa_ops.bench import options, report
+from fa_ops.bench import command
 from fa_ops.cli import demo as smollm
 
 # Text that every machine has: documentation of Python's standard library.
@@ -101,15 +101,15 @@ def table(runs: list[LanguageModelRun]) -> Table:
     return shown
 
 
-def main(device: options.Device = "auto", json: options.Json = None) -> None:
+def main(device: command.Device = "auto", json: command.Json = None) -> None:
     """Compare the perplexity and the greedy tokens of eager attention, fa_ops and fa_ops_8bit."""
-    device = options.device(device)
+    device = command.device(device)
     check_installed()
     measured = measure(device)
     Console().print(table(measured))
     if json is not None:
         rows = [{"implementation": run.name} | run._asdict() for run in measured]
-        report.write_json(json, device, "perplexity", rows)
+        command.write_json(json, device, "perplexity", rows)
 
 
 if __name__ == "__main__":

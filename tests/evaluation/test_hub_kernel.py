@@ -167,7 +167,7 @@ def test_refusals(arguments, message, tmp_path, monkeypatch):
             "import fa_ops.functions.attention",
             r"a/b.py:1: import fa_ops.functions.attention cannot be made relative",
         ),
-        ("from fa_ops.bench import options", r"a/b.py:1: fa_ops.bench.options is left out"),
+        ("from fa_ops.bench import command", r"a/b.py:1: fa_ops.bench.command is left out"),
     ],
 )
 def test_imports_that_would_not_work_are_refused(source, message):

@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 import typer
 
-from fa_ops.bench.options import in_existing_folder
+from fa_ops.bench.command import in_existing_folder
 from fa_ops.compat import sdpa
 
 

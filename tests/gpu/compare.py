@@ -29,7 +29,7 @@ import torch
 import typer
 from torch import Tensor
 
-from fa_ops.bench.options import in_existing_folder, one_of, words
+from fa_ops.bench.command import in_existing_folder, one_of, words
 from fa_ops.bench.problems import PRESETS
 from fa_ops.bench.timing import Run, device_times, host_times
 from tests.gpu import checkouts

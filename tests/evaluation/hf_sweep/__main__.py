@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
 import hf_integration
-from fa_ops.bench.options import in_existing_folder
+from fa_ops.bench.command import in_existing_folder
 from tests.evaluation.hf_sweep import report, run
 from tests.evaluation.hf_sweep.scenarios import SCENARIOS
 

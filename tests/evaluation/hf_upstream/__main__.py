@@ -14,7 +14,7 @@ from typing import Annotated
 import transformers
 import typer
 
-from fa_ops.bench.options import in_existing_folder
+from fa_ops.bench.command import in_existing_folder
 from tests.evaluation.hf_upstream import report, source
 from tests.evaluation.hf_upstream.families import FAMILIES
 
