@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fa_ops import tracing
 from fa_ops.compat import flash_attn_interface as compat
 from fa_ops.compat.flash import caches_of
-from fa_ops.compat.flash_attn_interface import products
+from fa_ops.compat.flash_attn_interface import attention
 from tests.compat.test_flash_attn import caches, draw, rows_of
 
 # of the module at the end of 2025
@@ -121,7 +121,7 @@ def test_more_unused_queries_than_used_ones():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_values_with_more_features_than_a_kernel_takes(packed, monkeypatch):
-    monkeypatch.setattr(products, "is_limited", lambda device: True)
+    monkeypatch.setattr(attention, "is_limited", lambda device: True)
     q, k, v = draw(2, 9, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 600)
     if packed:
         ends = torch.tensor([0, 9, 18], dtype=torch.int32)

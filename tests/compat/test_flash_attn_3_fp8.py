@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fa_ops.compat import flash_attn_interface as compat
-from fa_ops.compat.flash_attn_interface import products as fp8
+from fa_ops.compat.flash_attn_interface import attention as fp8
 
 E4M3 = torch.float8_e4m3fn
 HALVED = torch.tensor([[0.5, 0.25], [1.0, 2.0]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fa_ops.compat import flash_attn_interface as compat
-from fa_ops.compat.flash_attn_interface import products as values
+from fa_ops.compat.flash_attn_interface import attention as values
 from tests.compat.test_flash_attn import caches, draw, rows_of
 from tests.compat.test_flash_attn_3 import MASKS, naive
 

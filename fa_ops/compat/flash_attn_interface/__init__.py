@@ -34,13 +34,13 @@ from fa_ops.compat.flash import (
 from fa_ops.compat.flash_attn.attention import keywords_of
 from fa_ops.compat.flash_attn_interface import attention, kvcache
 from fa_ops.compat.flash_attn_interface.attention import (
+    check_unused,
     flash_attn_combine,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
 )
 from fa_ops.compat.flash_attn_interface.kvcache import flash_attn_with_kvcache
-from fa_ops.compat.flash_attn_interface.products import check_unused
 from fa_ops.ops import dense as dense_operators
 from fa_ops.ops import varlen as varlen_operators
 

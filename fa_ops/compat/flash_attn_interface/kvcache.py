@@ -37,7 +37,7 @@ from fa_ops.compat.flash import (
     unit_stride,
     without_gradient,
 )
-from fa_ops.compat.flash_attn_interface.products import (
+from fa_ops.compat.flash_attn_interface.attention import (
     E4M3,
     WIDE,
     Scales,
@@ -52,7 +52,7 @@ from fa_ops.compat.flash_attn_interface.products import (
     say,
     with_features_of_values,
 )
-from fa_ops.compat.flash_attn_interface.products import check as check_numbers
+from fa_ops.compat.flash_attn_interface.attention import check as check_numbers
 from fa_ops.functions import varlen as varlen_pages
 from fa_ops.functions.kv_cache import attention_with_kv_cache
 
