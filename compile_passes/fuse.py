@@ -571,7 +571,7 @@ def _with_operator(
         with_max=with_max,
         lists_decide=not flex_attention.mask_mod_decides(call),
     )  # fmt: skip
-    others = (*lists, None, None, None, None, mask_mod)
+    others = (*lists, *(None,) * 5, mask_mod)
     arguments = (*tensors, score_mod, others, scale, settings._asdict(), *call.args[7:9])
     inputs: dict[fx.Node, None] = {}
     map_arg(arguments, lambda node: inputs.setdefault(node))

@@ -121,7 +121,7 @@ def _with_cache(imports: Callable, name: str) -> Callable:
 
 
 def failed_import(user: str, package: str, oldest: str, error: BaseException) -> ImportError:
-    """The error for a package whose import failed: it is too old, or what the cause says."""
+    """An ImportError for a package that is missing or too old, or else with its own cause."""
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:

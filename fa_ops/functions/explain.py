@@ -14,7 +14,6 @@ from fa_ops.call.call import (
     CACHED,
     DENSE,
     PACKED,
-    PROGRAMMED_MAX,
     QUANTIZED,
     QUANTIZED_PACKED,
     SELECTED,
@@ -81,6 +80,11 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
     """
     if options.keys() & {"score_mod", "mask_mod", "block_mask"}:
         return _of_functions(query, key, value, options)
+    if getattr(options.get("return_aux"), "max_scores", False):
+        given = _bound(attention.attention, query, key, value, options)
+        arguments = largest_scores.arguments(query, key, value, given)
+        largest_scores.check(arguments)
+        return _of_program(arguments, True)
     if "token_indices" in options:
         call = _tokens(query, key, value, options)
         return _explained(call, None)._replace(
@@ -114,12 +118,16 @@ def _explain(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallEx
 
 def _of_functions(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallExplanation:
     """The explanation of flex_attention: what its functions become, and what runs that."""
-    unknown = options.keys() - set(flex.Arguments._fields)
+    unknown = options.keys() - {*flex.Arguments._fields[:-1]}
     if refused := unknown - {"return_lse", "return_aux", "kernel_options"}:
         refuse_unknown(flex.flex_attention, dict.fromkeys(sorted(refused)))
     given = {name: x for name, x in options.items() if name not in unknown}
     arguments = flex.Arguments(query, key, value, **given)
-    described = flex.described(arguments, getattr(options.get("return_aux"), "max_scores", False))
+    return _of_program(arguments, getattr(options.get("return_aux"), "max_scores", False))
+
+
+def _of_program(arguments: flex.Arguments, with_max: bool) -> CallExplanation:
+    (query, key, value), described = arguments[:3], flex.described(arguments, with_max)
     function, operands, scalars, split, _ = described
     call = checked_call(function.signature, query, key, value, operands, scalars)
     planning.check(call)
@@ -246,9 +254,7 @@ def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any
     elif options.keys() & _OF_CACHE:
         function, signature = kv_cache.attention_with_kv_cache, CACHED
     given = _bound(function, query, key, value, options)
-    if getattr(given.pop("return_aux", None), "max_scores", False):
-        call = largest_scores.described(query, key, value, given)
-        return checked_call(PROGRAMMED_MAX, query, key, value, *call)
+    given.pop("return_aux", None)
     seed, scalars = None, _scalars(signature, given)
     if given.get("dropout_p", 0.0) != 0.0 and isinstance(query, Tensor):
         seed = torch.zeros(1, dtype=torch.int64, device=query.device)  # draws no number

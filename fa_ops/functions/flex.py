@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fa_ops import tracing
 from fa_ops.call import checks
-from fa_ops.call.call import PROGRAMMED, Call
+from fa_ops.call.call import PROGRAMMED, PROGRAMMED_MAX, Call
 from fa_ops.call.options import NO_OPERANDS, Operands
 from fa_ops.call.python_types import (
     MaskMod,
@@ -25,9 +26,9 @@ from fa_ops.call.python_types import (
     refuse_unknown,
     sides,
 )
-from fa_ops.functions import tile_cache
+from fa_ops.functions import largest_scores, tile_cache
 from fa_ops.functions.attention import DENSE_FUNCTION
-from fa_ops.functions.largest_scores import PROGRAMMED_MAX_FUNCTION, need_request
+from fa_ops.functions.largest_scores import ScoreChanges, answer, need_request
 from fa_ops.functions.tile_cache import MaskedCall, TensorStates
 from fa_ops.ops import autocast, programmed
 from fa_ops.ops.eager import PublicFunction, run
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
 PROGRAMMED_FUNCTION = PublicFunction(
     PROGRAMMED, lambda call, with_lse: programmed.OPERATORS.forward, autocast.cast_attention,
     programmed.OPERATORS,
+)  # fmt: skip
+PROGRAMMED_MAX_FUNCTION = PublicFunction(
+    PROGRAMMED_MAX, lambda call, with_lse: programmed.MAX_OPERATORS.forward,
+    autocast.cast_attention, programmed.MAX_OPERATORS,
 )  # fmt: skip
 
 
@@ -180,17 +185,7 @@ def flex_attention(
     )  # fmt: skip
     if return_aux is None:
         return attend(given, return_lse)
-    from torch.nn.attention.flex_attention import AuxOutput
-
-    if not return_aux.max_scores:
-        return _with_aux(AuxOutput, attend(given, return_aux.lse), return_aux.lse)
-    out, lse, largest = attend(given, True, True)
-    return out, AuxOutput(lse if return_aux.lse else None, largest)
-
-
-def _with_aux(kind: type, found: Tensor | tuple[Tensor, Tensor], with_lse: bool) -> tuple:
-    out, lse = found if with_lse else (found, None)
-    return out, kind(lse, None)
+    return answer(return_aux, functools.partial(attend, given))
 
 
 def attend(given: Arguments, with_lse: bool, with_max: bool = False) -> Tensor | tuple[Tensor, ...]:
@@ -199,7 +194,9 @@ def attend(given: Arguments, with_lse: bool, with_max: bool = False) -> Tensor |
         from fa_ops.functions import flex_graphs
 
         return flex_graphs.attend(given, with_lse, with_max)
-    if _shares_keys(*given[:3]):
+    if given.score_changes is not None:
+        largest_scores.check(given)
+    elif _shares_keys(*given[:3]):
         key, value = (t.expand(given.query.shape[0], -1, -1, -1) for t in given[1:3])
         given = given._replace(key=key, value=value)
     call = _with_tiles(given, described(given, with_max))
@@ -242,6 +239,7 @@ class Arguments(NamedTuple):
     sinks: Tensor | None = None
     deterministic: bool = False
     backend: str | None = None
+    score_changes: ScoreChanges | None = None  # of `attention`, in place of a score_mod
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -293,6 +291,9 @@ def _with_tiles(given: Arguments, call: FlexCall) -> FlexCall:
 
 def described(given: Arguments, with_max: bool = False) -> FlexCall:
     """The call of attention, or of a program, with all of its tensors."""
+    changes = given.score_changes
+    if changes is not None:
+        given = given._replace(score_mod=largest_scores.score_mod_of(given))
     _check(given)
     masks, table, runs = _masks(given)
     found, tensors = _split_of(given, masks, table)
@@ -321,6 +322,8 @@ def described(given: Arguments, with_max: bool = False) -> FlexCall:
     if bias is not None or mask is not None:
         dense = prologue.of_pairs(mask if bias is None else bias, given.query.dtype, torch.float32)
         operands = operands._replace(attn_mask=dense)
+    elif changes is not None:
+        operands = operands._replace(attn_mask=changes.attn_mask)
     ranges = _both_ranges(prologue.key_ranges(lower, upper), given.key_ranges)
     operands = operands._replace(key_ranges=ranges)
     causal = right == 0

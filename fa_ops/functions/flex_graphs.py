@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 
 from fa_ops.functions import flex
+from fa_ops.functions.largest_scores import ScoreChanges
 
 # Graphs as functions.
 
@@ -107,12 +108,12 @@ class FlexAttention(HigherOrderOperator):
         `others` are lists and tensors, and mask_mod at the end.
         """
         chosen = Settings(**settings)
-        *lists, Sq, Sk, rows, columns, runs, key_ranges, kv_lens, sinks, mask_graph = others
+        *lists, Sq, Sk, rows, columns, runs, ranges, lens, sinks, changes, mask = others
         score = mask_mod = None
         if chosen.has_score:
             score = function_of(score_mod, score_captured)
         if chosen.has_mask:
-            mask_mod = function_of(mask_graph, mask_captured)
+            mask_mod = function_of(mask, mask_captured)
         block_mask = runs
         if lists[0] is not None:
             block_mask = ListedBlocks(
@@ -121,8 +122,8 @@ class FlexAttention(HigherOrderOperator):
             mask_mod = None
         given = flex.Arguments(
             query, key, value, score, block_mask, scale, chosen.enable_gqa, mask_mod, (),
-            chosen.is_causal, chosen.window, key_ranges, kv_lens, sinks, chosen.deterministic,
-            chosen.backend,
+            chosen.is_causal, chosen.window, ranges, lens, sinks, chosen.deterministic,
+            chosen.backend, None if changes is None else ScoreChanges(*changes),
         )  # fmt: skip
         attend = flex.attend if isinstance(score_mod, fx.GraphModule) else _attend_untraced
         results = attend(given, chosen.with_lse, chosen.with_max)
@@ -167,7 +168,8 @@ def attend(given: flex.Arguments, with_lse: bool, with_max: bool) -> Tensor | tu
     )  # fmt: skip
     # TorchDynamo of torch 2.11 finds no truth in a function that it traces
     score, mask = _identity if score is None else score, _everything if mask is None else mask
-    others = (*lists, runs, given.key_ranges, given.kv_lens, given.sinks, mask)
+    changes = None if given.score_changes is None else tuple(given.score_changes)
+    others = (*lists, runs, given.key_ranges, given.kv_lens, given.sinks, changes, mask)
     results = flex_attention(
         given.query, given.key, given.value, score, others, given.scale,
         settings._asdict(),

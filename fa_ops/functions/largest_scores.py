@@ -1,23 +1,22 @@
 """Statistics of scores: what `return_aux` asks for, and how dense calls return it.
 
 The largest score of each query is a result of the operator of programs. It has masks and bounds of
-keys as options; a soft cap and ALiBi slopes are a program there.
+keys as options; a soft cap and ALiBi slopes become a function of scores, as flex_attention has one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fa_ops import tracing
-from fa_ops.call import checks
-from fa_ops.call.call import DENSE, PROGRAMMED_MAX
-from fa_ops.call.options import NO_OPERANDS, Operands
+from fa_ops.call.call import DENSE
+from fa_ops.call.options import Operands
 from fa_ops.call.python_types import (
+    ScoreMod,
     checked_call,
     need_bool,
     need_tensor,
@@ -25,18 +24,13 @@ from fa_ops.call.python_types import (
     read_scale,
     sides,
 )
-from fa_ops.ops import autocast, autograd, programmed
-from fa_ops.ops.eager import PublicFunction, run
+from fa_ops.ops import autograd
 from fa_ops.plans import planning
-from fa_ops.programs.program import ALIGNED, MARGIN, VERSION
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-PROGRAMMED_MAX_FUNCTION = PublicFunction(
-    PROGRAMMED_MAX, lambda call, with_lse: programmed.MAX_OPERATORS.forward,
-    autocast.cast_attention, programmed.MAX_OPERATORS,
-)  # fmt: skip
+    from fa_ops.functions import flex
 
 
 def need_request(return_aux: object, return_lse: object) -> AuxRequest:
@@ -56,95 +50,102 @@ def need_request(return_aux: object, return_lse: object) -> AuxRequest:
     return return_aux
 
 
+def answer(asked: AuxRequest, attend: Callable[..., Any]) -> tuple[Tensor, AuxOutput]:
+    """(out, AuxOutput) by `attend(with_lse, with_max)`: out, (out, lse), or also largest scores."""
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    if asked.max_scores:
+        out, lse, largest = attend(True, True)
+        return out, AuxOutput(lse if asked.lse else None, largest)
+    found = attend(asked.lse, False)
+    out, lse = found if asked.lse else (found, None)
+    return out, AuxOutput(lse, None)
+
+
 def with_aux(
     attend: Callable, tensors: tuple[Tensor, Tensor, Tensor], options: dict[str, Any],
     return_lse: object, return_aux: object,
 ) -> tuple[Tensor, AuxOutput]:  # fmt: skip
     """(out, AuxOutput) of the dense function `attend` with the options that it was given."""
-    from torch.nn.attention.flex_attention import AuxOutput
+    from fa_ops.functions import flex
 
-    wanted = need_request(return_aux, return_lse)
-    if wanted.max_scores:
-        call = described(*tensors, options)
-        out, lse, largest = run(*tensors, *call, PROGRAMMED_MAX_FUNCTION, True)
-        return out, AuxOutput(lse if wanted.lse else None, largest)
-    found = attend(*tensors, **options, return_lse=wanted.lse)
-    out, lse = found if wanted.lse else (found, None)
-    return out, AuxOutput(lse, None)
+    asked = need_request(return_aux, return_lse)
+    if asked.max_scores:
+        return answer(asked, functools.partial(flex.attend, arguments(*tensors, options)))
+    return answer(asked, lambda with_lse, _: attend(*tensors, **options, return_lse=with_lse))
 
 
-class LargestScoresCall(NamedTuple):
-    """Operands and scalars of PROGRAMMED_MAX."""
+class ScoreChanges(NamedTuple):
+    """Options of `attention` that flex_attention does not have."""
 
-    operands: Operands
-    scalars: tuple
+    attn_mask: Tensor | None = None
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    mask_blocks: Tensor | None = None  # checked, and not read
 
 
-def described(
-    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-) -> LargestScoresCall:
-    """The call by which a dense call, whose options are given by name, returns largest scores."""
-    t = options
-    if any(t[name] is not None for name in ("q_scale", "k_scale", "v_scale")):
+def arguments(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> flex.Arguments:
+    """Those of the call by which a dense call, with options by name, returns largest scores."""
+    from fa_ops.functions import flex
+
+    if any(options[name] is not None for name in ("q_scale", "k_scale", "v_scale")):
         raise NotImplementedError(
             "max_scores of return_aux must not be asked for with q_scale, k_scale and v_scale: "
             "kernels of float8_e4m3fn return no largest scores; pass AuxRequest(lse=True)"
         )
-    if probability(t["dropout_p"]) != 0.0:
+    if probability(options["dropout_p"]) != 0.0:
         raise NotImplementedError(
-            f"max_scores of return_aux must not be asked for with dropout_p={t['dropout_p']}: "
-            "kernels with dropout return no largest scores, which do not depend on it; call once "
+            f"max_scores of return_aux must not be asked for with dropout_p={options['dropout_p']}"
+            ": kernels with dropout return no largest scores, which do not depend on it; call once "
             "more with dropout_p=0.0 under torch.no_grad()"
         )
-    if t["enable_gqa"] is not False:
-        need_bool("enable_gqa", t["enable_gqa"])
-    names = "attn_mask", "sinks", "kv_lens", "key_ranges"
-    operands = Operands(**{name: t[name] for name in names})
-    scalars = (
-        t["is_causal"], 0.0, read_scale(t["scale"]), *sides(t["window"]), t["softcap"],
-        t["deterministic"], t["backend"],
-    )  # fmt: skip
-    given = operands._replace(alibi_slopes=t["alibi_slopes"], mask_blocks=t["mask_blocks"])
+    need_bool("enable_gqa", options["enable_gqa"])
     for name, x in zip(("query", "key", "value"), (query, key, value), strict=True):
         if need_tensor(name, x).is_nested:
             raise NotImplementedError(
                 f"{name} must not be a NestedTensor where return_aux asks for max_scores: pass a "
                 "padded tensor with kv_lens, or AuxRequest(lse=True)"
             )
-    if not tracing.is_traced_by_dynamo():  # the operator checks what graphs hold
-        planning.check(checked_call(DENSE, query, key, value, given, scalars))
-    lines, slopes = [VERSION], t["alibi_slopes"]
-    score = "score"
-    if slopes is not None:
-        autograd.refuse_gradient_of(slopes)
-        lines += ["t0 float tile bh", "t1 int tile b"]
-        values, indices = _terms(query, key, slopes, t["kv_lens"])
-        operands = operands._replace(term_values=values, term_indices=indices)
-    if t["softcap"] > 0:
-        # as a float32 constant, neither 0 nor infinite
-        cap = min(max(float(t["softcap"]), 1e-30), 1e30)
-        lines += [f"x0 div(score, {cap!r})", "x1 tanh(x0)", f"x2 mul(x1, {cap!r})"]
-        score = "x2"
-    if slopes is not None:
-        n = 3 if score == "x2" else 0
-        lines += [
-            f"x{n} add(q, t1)", f"x{n + 1} sub(x{n}, k)", f"x{n + 2} abs(x{n + 1})",
-            f"x{n + 3} to_float(x{n + 2})", f"x{n + 4} mul(t0, x{n + 3})",
-            f"x{n + 5} sub({score}, x{n + 4})",
-        ]  # fmt: skip
-        score = f"x{n + 5}"
-    text = "; ".join([*lines, f"score {score}"])
-    if all(x is None for x in operands):
-        operands = NO_OPERANDS
-    return LargestScoresCall(operands, (*scalars[:5], 0.0, *scalars[6:], text))
+    changes = ScoreChanges(*(options[name] for name in ScoreChanges._fields))
+    names = "is_causal", "window", "key_ranges", "kv_lens", "sinks", "deterministic", "backend"
+    given = {name: options[name] for name in names} | {"scale": read_scale(options["scale"])}
+    return flex.Arguments(query, key, value, **given, enable_gqa=True, score_changes=changes)
 
 
-def _terms(q: Tensor, k: Tensor, slopes: Tensor, kv_lens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Slopes (B, Hq), and the key position (B,) at which the first query of each row stands."""
-    (B, Hq, Sq), Sk = q.shape[:3], k.shape[2]
-    values = slopes.to(checks.lse_dtype(q.dtype)).expand(B, Hq).reshape(-1)
-    if kv_lens is None:
-        first = torch.full((B,), Sk - Sq, dtype=torch.int32, device=q.device)
-    else:
-        first = kv_lens.clamp(0, Sk) - Sq
-    return tuple(F.pad(t, (MARGIN, -t.shape[0] % ALIGNED + MARGIN)) for t in (values, first))
+def check(given: flex.Arguments) -> None:
+    """Raise ValueError or TypeError as the dense call would."""
+    changes = given.score_changes
+    operands = Operands(
+        attn_mask=changes.attn_mask, alibi_slopes=changes.alibi_slopes, sinks=given.sinks,
+        kv_lens=given.kv_lens, key_ranges=given.key_ranges, mask_blocks=changes.mask_blocks,
+    )  # fmt: skip
+    scalars = (
+        given.is_causal, 0.0, given.scale, *sides(given.window), changes.softcap,
+        given.deterministic, given.backend,
+    )  # fmt: skip
+    if torch.is_grad_enabled() and isinstance(changes.alibi_slopes, Tensor):
+        autograd.refuse_gradient_of(changes.alibi_slopes)
+    planning.check(checked_call(DENSE, *given[:3], operands, scalars))
+
+
+def score_mod_of(given: flex.Arguments) -> ScoreMod | None:
+    """The soft cap and the slopes as a function of scores; None: there are none."""
+    softcap, slopes = given.score_changes.softcap, given.score_changes.alibi_slopes
+    Sq, Sk = given.sizes[2:]
+    slopes = None if slopes is None else slopes.detach()
+    lens = None if given.kv_lens is None else given.kv_lens.clamp(0, Sk)
+    # as a float32 constant, neither 0 nor infinite
+    cap = min(max(float(softcap), 1e-30), 1e30) if softcap else 0.0
+    if slopes is None and not cap:
+        return None
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if cap:
+            score = cap * torch.tanh(score / cap)
+        if slopes is None:
+            return score
+        place = q + (Sk if lens is None else lens[b]) - Sq
+        slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]
+        return score - slope * (place - k).abs()
+
+    return score_mod

@@ -181,3 +181,15 @@ def test_what_largest_scores_of_dense_calls_refuse():
     ):
         with pytest.raises(error, match=message):
             fa_ops.attention(**{"query": q, "key": q, "value": q, "return_aux": AUX} | options)
+    with torch.no_grad():  # as without largest scores
+        slopes = torch.ones(2, requires_grad=True)
+        assert (
+            fa_ops.attention(q, q, q, alibi_slopes=slopes, return_aux=AUX)[1].max_scores.dim() == 3
+        )
+    for message, options in (
+        ("softcap must be finite and >= 0", {"softcap": -1.0}),
+        ("alibi_slopes must be float32", {"alibi_slopes": torch.ones(2).double()}),
+    ):
+        compiled = torch.compile(fa_ops.attention, backend="aot_eager")
+        with pytest.raises(Exception, match=message):
+            compiled(q, q, q, return_aux=AUX, **options)
